@@ -1,0 +1,102 @@
+"""What every model family offers to the rest of the house."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@runtime_checkable
+class PolicyModel(Protocol):
+    """A denoiser: a torch module that predicts every token of a sequence from a noisy copy of it.
+
+    Logits are always aligned: position i of the output predicts token i. A family whose published head predicts
+    token i + 1 shifts inside `hidden_states`, once, and nobody else knows.
+
+    Attributes:
+        tokenizer: the checkpoint's `PreTrainedTokenizerFast`-like tokenizer.
+        mask_token_id, pad_token_id, eos_token_id: read from the checkpoint, never assumed.
+        stop_token_ids: ids that end an answer (end of text, end of turn).
+        block_length: tokens a block for block-diffusion families, None for masked ones.
+        lora_targets: names of the linear layers that `peft=lora` adapts by default.
+        attention: name of the attention backend used now ("eager", "sdpa", ...).
+        source: folder the checkpoint was read from, None for one built in memory.
+        config: the raw content of config.json, written back unchanged on save.
+    """
+
+    tokenizer: Any
+    mask_token_id: int
+    pad_token_id: int
+    eos_token_id: int
+    stop_token_ids: tuple[int, ...]
+    block_length: int | None
+    lora_targets: tuple[str, ...]
+    attention: str
+    source: Path | None
+    config: dict[str, Any]
+
+    def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Aligned final hidden states, float [B, L, H]; attention_mask is bool [B, L] over keys, True = token exists."""
+        ...
+
+    def denoise(self, noisy_ids: Tensor, clean_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Hidden states [B, L, H] from which `logits` predicts the clean tokens, given the noisy ones.
+
+        Masked families read `noisy_ids` alone; block families read [noisy ; clean] under the block mask.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Output head: [..., H] -> [..., V]."""
+        ...
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write weights, config and tokenizer in the published layout."""
+        ...
+
+
+@contextmanager
+def using_attention(policy: PolicyModel, name: str | None) -> Iterator[None]:
+    """Run the body with another attention backend (None: leave it as it is)."""
+    before = policy.attention
+    policy.attention = before if name is None else name
+    try:
+        yield
+    finally:
+        policy.attention = before
+
+
+def token_log_probs(
+    policy: PolicyModel,
+    noisy_ids: Tensor,
+    clean_ids: Tensor,
+    attention_mask: Tensor,
+    score_mask: Tensor,
+    target_ids: Tensor | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """log p(target_i | noisy input) at the scored positions, 0 elsewhere.
+
+    Only the scored positions reach the output head, so nothing of size [B, L, V] exists. The softmax is float32
+    (float64 inputs stay float64).
+
+    Args:
+        noisy_ids, clean_ids: int64 [B, L].
+        attention_mask, score_mask: bool [B, L].
+        target_ids: int64 [B, L]; the clean tokens where None.
+        temperature: divides the logits, > 0.
+
+    Returns:
+        float [B, L].
+    """
+    hidden = policy.denoise(noisy_ids, clean_ids, attention_mask)
+    logits = policy.logits(hidden[score_mask])
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    targets = (clean_ids if target_ids is None else target_ids)[score_mask]
+    chosen = logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
+    return chosen.new_zeros(noisy_ids.shape).masked_scatter(score_mask, chosen)

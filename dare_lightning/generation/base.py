@@ -1,0 +1,62 @@
+"""The protocol between the rollout callback and whatever generates text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dare_lightning.families.base import PolicyModel
+from dare_lightning.replay.batch import SequenceBatch
+
+Progress = Callable[[int, int], None]
+"""Called with (denoising steps done, denoising steps in all)."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do; compared with what the method needs before anything is generated.
+
+    Attributes:
+        stochastic: honours the temperature, so that a group's completions differ.
+        commit_steps: returns the forward pass that wrote each token.
+        log_probs: returns each token's log-prob when it was written.
+    """
+
+    stochastic: bool
+    commit_steps: bool
+    log_probs: bool
+
+
+class GenerationBackend(Protocol):
+    """Generates completions for tokenised prompts. A row's result depends on its prompt and seed alone."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this backend can do."""
+        ...
+
+    @property
+    def temperature(self) -> float:
+        """The sampling temperature; 0 is greedy."""
+        ...
+
+    def validate(self, policy: PolicyModel) -> None:
+        """Raise ValueError where this policy or these settings cannot be served. Called before training starts."""
+        ...
+
+    def update_weights(self, policy: PolicyModel, version: int) -> None:
+        """Take the policy's current weights; `version` is the trainer's global step."""
+        ...
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], progress: Progress | None = None
+    ) -> SequenceBatch:
+        """One completion for each prompt, in order, on the CPU or the policy's device.
+
+        Args:
+            prompts: B token-id lists, at least one token each.
+            seeds: B integers; row i draws from seeds[i] alone. They become `noise_seed`.
+            progress: told about denoising steps.
+        """
+        ...

@@ -1,0 +1,127 @@
+"""The columns that travel from generation through reward and advantage to the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SequenceBatch:
+    """B token sequences of L columns, with whatever is known about each.
+
+    Prompts are left-padded and completions right-padded where rows differ in length, but nothing relies on it:
+    every column is described by the masks. A column that was not produced is None.
+
+    Attributes:
+        ids: int64 [B, L], the clean tokens.
+        attention_mask: bool [B, L], True where a token exists.
+        response_mask: bool [B, L], the tokens the policy wrote or is taught; corruption may mask these and no others.
+        completion_mask: bool [B, L], the part of the response that counts in the loss (up to and including the
+            first end token, by default).
+        noise_seed: int64 [B], the root of every random draw made for this sample.
+        sample_index: int64 [B], which row of the data set (offline) or of the rollout (online) this is.
+        group_index: int64 [B], rows with the same number answer the same prompt.
+        reward, advantage: float32 [B].
+        old_log_probs, ref_log_probs: float32 [B, K, N, L], row log-probs for each inner epoch K and noisy row N.
+        commit_step: int64 [B, L], 0-based forward pass that wrote the token; -1 elsewhere.
+        commit_log_probs: float32 [B, L], log-prob of the token when it was written, under the sampling policy.
+        forward_passes: int64 [B], forward passes this row took part in.
+        iteration: the inner epoch this micro-batch belongs to.
+        denominator: float [D], what each part of the summed loss is divided by: a total over the whole optimiser
+            step, all micro-batches and all ranks.
+    """
+
+    ids: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    completion_mask: Tensor
+    noise_seed: Tensor
+    sample_index: Tensor
+    group_index: Tensor | None = None
+    reward: Tensor | None = None
+    advantage: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    commit_step: Tensor | None = None
+    commit_log_probs: Tensor | None = None
+    forward_passes: Tensor | None = None
+    iteration: int = 0
+    denominator: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def length(self) -> int:
+        """L, the number of columns."""
+        return self.ids.shape[1]
+
+    @property
+    def prompt_mask(self) -> Tensor:
+        """bool [B, L]: tokens that exist and were given, not written."""
+        return self.attention_mask & ~self.response_mask
+
+    def columns(self) -> Iterator[tuple[str, Tensor]]:
+        """The per-row tensors that are present."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor) and field.name != "denominator":
+                yield field.name, value
+
+    def select(self, rows: Tensor | slice) -> SequenceBatch:
+        """The batch of these rows, in this order."""
+        return replace(self, **{name: value[rows] for name, value in self.columns()})
+
+    def to(self, device: torch.device | str) -> SequenceBatch:
+        """The same batch with every tensor on `device`."""
+        moved: dict[str, Any] = {name: value.to(device) for name, value in self.columns()}
+        if self.denominator is not None:
+            moved["denominator"] = self.denominator.to(device)
+        return replace(self, **moved)
+
+    def trim(self) -> SequenceBatch:
+        """Drop the leading and trailing columns in which no row has a token."""
+        used = self.attention_mask.any(0).nonzero().flatten()
+        if len(used) == 0:
+            return self
+        keep = slice(int(used[0]), int(used[-1]) + 1)
+        return replace(self, **{n: v[..., keep] if n in TOKEN_COLUMNS else v for n, v in self.columns()})
+
+
+# Columns whose last axis is the token axis, with the value that padding takes there.
+TOKEN_COLUMNS: dict[str, int | float | bool] = {
+    "ids": 0,
+    "attention_mask": False,
+    "response_mask": False,
+    "completion_mask": False,
+    "old_log_probs": 0.0,
+    "ref_log_probs": 0.0,
+    "commit_step": -1,
+    "commit_log_probs": 0.0,
+}
+
+
+def concatenate(batches: Sequence[SequenceBatch]) -> SequenceBatch:
+    """One batch of all rows; shorter ones are padded on the right.
+
+    Raises:
+        ValueError: no batch, or batches that do not hold the same columns.
+    """
+    if not batches:
+        raise ValueError("cannot concatenate an empty list of batches")
+    names = [name for name, _ in batches[0].columns()]
+    if any([name for name, _ in batch.columns()] != names for batch in batches[1:]):
+        raise ValueError(f"batches hold different columns; the first has {names}")
+    length = max(batch.length for batch in batches)
+    joined = {}
+    for name in names:
+        parts = [getattr(batch, name) for batch in batches]
+        if name in TOKEN_COLUMNS:
+            parts = [torch.nn.functional.pad(p, (0, length - p.shape[-1]), value=TOKEN_COLUMNS[name]) for p in parts]
+        joined[name] = torch.cat(parts)
+    return replace(batches[0], **joined, denominator=None)
