@@ -1,0 +1,297 @@
+"""The one loop body under every post-training method."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from dare_lightning.diffusion.rows import Rows
+from dare_lightning.families.adapters import adapters_disabled, has_adapters
+from dare_lightning.families.base import PolicyModel, token_log_probs
+from dare_lightning.methods.plans import accumulated, chunks, recomputed
+from dare_lightning.replay.batch import SequenceBatch
+
+GradientPlan = Literal["single", "accumulate", "replay"]
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """What a method says about a micro-batch.
+
+    Attributes:
+        total: float [D], sums over samples or tokens, not yet divided; D matches what `denominator` returns.
+        metrics: name -> (sum, weight); the logged value is their quotient over the whole optimiser step.
+    """
+
+    total: Tensor
+    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+class DiffusionPolicyModule(L.LightningModule):
+    """A post-training method is its hooks: corrupt, log_likelihood, advantages, policy_loss and denominator.
+
+    Every method builds N noisy rows a sequence (`corrupt`), scores them under the policy, the old policy and the
+    reference (row log-probs, float [B, N, L]), reduces those to its own level (`log_likelihood`) and compares
+    (`policy_loss`). Model families appear only in the scoring, algorithms only in the hooks.
+
+    Args:
+        policy: the model being trained.
+        optimizer: parameters -> optimiser.
+        scheduler: optimiser -> learning-rate scheduler, stepped once an optimiser step.
+        kl_coef: weight of the divergence from the reference; 0 means no reference is kept or run.
+        temperature: divides the logits wherever log-probs are taken.
+        gradient_plan: "single" keeps one graph over all rows; "replay" keeps the graph of one chunk of rows at a time
+            and recomputes it in the backward pass (exact, one more forward a row); "accumulate" differentiates chunk
+            after chunk (exact where the loss is a sum over rows, no extra forward, one more copy of the gradient).
+        rows_per_forward: rows of each sequence in one chunk; None puts all N in one.
+
+    Raises:
+        ValueError: a setting is out of range, or the plan does not fit the method.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Names of the generation `Capabilities` without which the method is undefined."""
+    online: ClassVar[bool] = True
+    """Whether the data are the policy's own rollouts."""
+    additive_rows: ClassVar[bool] = False
+    """Whether the loss is a sum over rows, so that rows can be differentiated one after another."""
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        kl_coef: float = 0.0,
+        temperature: float = 1.0,
+        gradient_plan: GradientPlan = "single",
+        rows_per_forward: int | None = None,
+    ) -> None:
+        super().__init__()
+        if kl_coef < 0:
+            raise ValueError(f"method.kl_coef={kl_coef} is negative; use 0 to switch the reference off")
+        if temperature <= 0:
+            raise ValueError(f"method.temperature={temperature} must be above 0: log-probs are taken at it")
+        if gradient_plan not in ("single", "accumulate", "replay"):
+            raise ValueError(f"method.gradient_plan={gradient_plan!r}; use single, accumulate or replay")
+        if gradient_plan == "accumulate" and not self.additive_rows:
+            raise ValueError(
+                f"method.gradient_plan=accumulate needs a loss that is a sum over rows, {type(self).__name__}'s is not;"
+                " use replay, which is exact for every method"
+            )
+        if rows_per_forward is not None and rows_per_forward < 1:
+            raise ValueError(f"method.rows_per_forward={rows_per_forward} must be at least 1, or null for all rows")
+        self.policy: PolicyModel = policy
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.kl_coef = kl_coef
+        self.temperature = temperature
+        self.gradient_plan: GradientPlan = gradient_plan
+        self.rows_per_forward = rows_per_forward
+        # In a tuple, so that torch does not register it: the reference is neither trained nor saved.
+        keeps_copy = kl_coef > 0 and not has_adapters(policy)
+        self._reference = (copy.deepcopy(policy).requires_grad_(False).eval(),) if keeps_copy else ()
+        self._step_metrics: dict[str, list[Tensor]] = {}
+
+    # The hooks.
+
+    def corrupt(self, batch: SequenceBatch) -> Rows:
+        """The noisy rows of each sequence, drawn from `batch.noise_seed` and `batch.iteration` alone."""
+        raise NotImplementedError
+
+    def log_likelihood(self, row_log_probs: Tensor, rows: Rows, batch: SequenceBatch) -> Tensor:
+        """Row log-probs [B, N, L] -> the method's estimate: [B, L] by token, [B, N, L] by row, or [B] by sequence."""
+        raise NotImplementedError
+
+    def advantages(self, rewards: Tensor) -> Tensor:
+        """Rewards [prompts, group] -> advantages of the same shape."""
+        raise NotImplementedError
+
+    def policy_loss(
+        self, log_likelihood: Tensor, old: Tensor, ref: Tensor | None, rows: Rows, batch: SequenceBatch
+    ) -> LossOutput:
+        """The summed loss; `old` and `ref` carry no gradient, `ref` is None where kl_coef is 0."""
+        raise NotImplementedError
+
+    def denominator(self, rows: Rows, batch: SequenceBatch) -> Tensor:
+        """Float [D]: what this micro-batch adds to the numbers that the summed loss is divided by."""
+        raise NotImplementedError
+
+    # Scoring.
+
+    def row_log_probs(self, policy: PolicyModel, rows: Rows, batch: SequenceBatch) -> Tensor:
+        """log-probs of the scored positions of every row under `policy`, float [B, N, L]; 0 elsewhere."""
+        samples, count, length = rows.noisy_ids.shape
+
+        def flat(column: Tensor) -> Tensor:
+            return column.reshape(samples * count, length)
+
+        def repeated(column: Tensor) -> Tensor:
+            return flat(column[:, None].expand(-1, count, -1))
+
+        scored = token_log_probs(
+            policy,
+            flat(rows.noisy_ids),
+            repeated(batch.ids),
+            repeated(batch.attention_mask),
+            flat(rows.score_mask),
+            None if rows.target_ids is None else flat(rows.target_ids),
+            self.temperature,
+        )
+        return scored.view(samples, count, length)
+
+    @torch.no_grad()
+    def frozen_log_probs(self, policy: PolicyModel, rows: Rows, batch: SequenceBatch) -> Tensor:
+        """`row_log_probs` without gradient, chunk by chunk."""
+        parts = [self.row_log_probs(policy, rows.select(c), batch) for c in chunks(rows.count, self.rows_per_forward)]
+        return torch.cat(parts, dim=1)
+
+    def freeze_policies(self, batch: SequenceBatch, inner_epochs: int, keep_old: bool) -> SequenceBatch:
+        """Add the old policy's and the reference's row log-probs for every inner epoch of a fresh rollout.
+
+        Args:
+            keep_old: False where the rollout serves a single update; the old policy is then the policy itself at the
+                moment of the update, and its log-probs are the update's own, detached (ratio exactly 1).
+        """
+        old, ref = [], []
+        for iteration in range(inner_epochs):
+            view = replace(batch, iteration=iteration)
+            rows = self.corrupt(view)
+            if keep_old:
+                old.append(self.frozen_log_probs(self.policy, rows, view))
+            if self.kl_coef > 0:
+                with self.reference() as reference:
+                    ref.append(self.frozen_log_probs(reference, rows, view))
+        return replace(
+            batch,
+            old_log_probs=torch.stack(old, dim=1) if old else None,
+            ref_log_probs=torch.stack(ref, dim=1) if ref else None,
+        )
+
+    @contextmanager
+    def reference(self) -> Iterator[PolicyModel]:
+        """The reference policy: the frozen copy, or the base model under the switched-off adapter."""
+        if self._reference:
+            yield self._reference[0]
+        else:
+            with adapters_disabled(self.policy):
+                yield self.policy
+
+    # The loop body.
+
+    def training_step(self, batch: SequenceBatch, batch_idx: int) -> Tensor:
+        """The micro-batch's share of the optimiser step's loss, in the scale Lightning expects."""
+        rows = self.corrupt(batch)
+        loss, metrics = self.loss_and_metrics(rows, batch)
+        self._note({"loss": (loss.detach() * self.trainer.world_size, torch.ones_like(loss))}, add=True)
+        self._note(metrics)
+        # Lightning divides by the accumulation count and averages over ranks; the denominators already cover both.
+        return loss * (self.trainer.world_size * self.trainer.accumulate_grad_batches)
+
+    def loss_and_metrics(self, rows: Rows, batch: SequenceBatch) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        """The normalised loss of a micro-batch (a scalar with gradient) under the configured gradient plan."""
+        metrics: dict[str, tuple[Tensor, Tensor]] = {}
+        parts = chunks(rows.count, self.rows_per_forward)
+
+        def loss_of(row_log_probs: Tensor, part: slice) -> Tensor:
+            output = self._compare(row_log_probs, rows.select(part), batch, part)
+            for name, (total, weight) in output.metrics.items():
+                known = metrics.get(name, (torch.zeros_like(total), torch.zeros_like(weight)))
+                metrics[name] = (known[0] + total.detach(), known[1] + weight.detach())
+            return (output.total / self._denominator(batch)).sum()
+
+        if self.gradient_plan == "accumulate" and torch.is_grad_enabled():
+            trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+            loss = accumulated(
+                lambda part: loss_of(self.row_log_probs(self.policy, rows.select(part), batch), part), parts, trained
+            )
+            return loss, metrics
+        score = self.row_log_probs if self.gradient_plan == "single" else recomputed(self.row_log_probs)
+        scored = torch.cat([score(self.policy, rows.select(part), batch) for part in parts], dim=1)
+        return loss_of(scored, slice(0, rows.count)), metrics
+
+    def _denominator(self, batch: SequenceBatch) -> Tensor:
+        if batch.denominator is None:
+            raise ValueError("the batch carries no loss denominator; it must come from a MicroBatchLoader")
+        # A step in which nothing counts has total 0, and then loss 0.
+        return batch.denominator.clamp_min(torch.finfo(batch.denominator.dtype).tiny)
+
+    def _compare(self, row_log_probs: Tensor, rows: Rows, batch: SequenceBatch, part: slice) -> LossOutput:
+        def estimate(stored: Tensor) -> Tensor:
+            return self.log_likelihood(stored[:, batch.iteration, part].to(row_log_probs), rows, batch)
+
+        current = self.log_likelihood(row_log_probs, rows, batch)
+        old = current.detach() if batch.old_log_probs is None else estimate(batch.old_log_probs)
+        ref = None if batch.ref_log_probs is None else estimate(batch.ref_log_probs)
+        return self.policy_loss(current, old, ref, rows, batch)
+
+    @torch.no_grad()
+    def count(self, batch: SequenceBatch) -> Tensor:
+        """`denominator` of a micro-batch whose rows are not drawn yet; the loader sums it over the step."""
+        return self.denominator(self.corrupt(batch), batch).to(torch.float64).reshape(-1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Held-out loss of an offline data set; held-out prompts are scored by a callback."""
+        if isinstance(batch, SequenceBatch):
+            rows = self.corrupt(batch)
+            loss, _ = self.loss_and_metrics(rows, replace(batch, denominator=self.count(batch).to(batch.ids.device)))
+            self.log("val/loss", loss, batch_size=len(batch), prog_bar=True, sync_dist=True)
+
+    # Lightning.
+
+    def configure_optimizers(self) -> Any:
+        """The optimiser over the trained parameters, and its scheduler."""
+        optimizer = self.optimizer([p for p in self.policy.parameters() if p.requires_grad])
+        if self.scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"}}
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Batches know how to move; held-out prompts stay where they are."""
+        return batch.to(device) if isinstance(batch, SequenceBatch) else batch
+
+    def on_fit_start(self) -> None:
+        """Bring the unregistered reference to the policy's device."""
+        for reference in self._reference:
+            reference.to(self.device)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Log the step's metrics: quotients of sums over all its micro-batches."""
+        gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
+        self.log("train/grad_norm", torch.nn.utils.get_total_norm(gradients))
+        self.log("train/learning_rate", optimizer.param_groups[0]["lr"])
+        for name, (total, weight) in self._step_metrics.items():
+            value = total / weight.clamp_min(torch.finfo(weight.dtype).tiny)
+            self.log(f"train/{name}", value, prog_bar=name == "loss", sync_dist=True)
+        self._step_metrics.clear()
+
+    def _note(self, metrics: dict[str, tuple[Tensor, Tensor]], add: bool = False) -> None:
+        for name, (total, weight) in metrics.items():
+            known = self._step_metrics.setdefault(name, [torch.zeros_like(total), torch.zeros_like(weight)])
+            known[0] += total
+            # The loss is a sum of shares: its weight stays 1 however many micro-batches bring one.
+            known[1] = weight if add else known[1] + weight
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """With an adapter, save the adapter alone: the base is read from its own folder again."""
+        if has_adapters(self.policy):
+            trained = {f"policy.{name}" for name, p in self.policy.named_parameters() if p.requires_grad}
+            checkpoint["state_dict"] = {n: v for n, v in checkpoint["state_dict"].items() if n in trained}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Fill in the frozen weights that an adapter checkpoint leaves out."""
+        if has_adapters(self.policy):
+            saved = checkpoint["state_dict"]
+            frozen = {n: v for n, v in self.state_dict().items() if n not in saved}
+            trained = {f"policy.{name}" for name, p in self.policy.named_parameters() if p.requires_grad}
+            if missing := trained - saved.keys():
+                raise ValueError(f"the checkpoint lacks {len(missing)} adapter weights, e.g. {sorted(missing)[0]}")
+            saved.update(frozen)

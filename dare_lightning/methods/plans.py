@@ -1,0 +1,65 @@
+"""Gradient plans: how the rows of a micro-batch pass through the model, for one and the same gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+def chunks(count: int, size: int | None) -> list[slice]:
+    """`count` rows in consecutive slices of at most `size` (None: one slice)."""
+    step = count if size is None else size
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+
+
+def recomputed(score: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`score` that keeps no activations: the backward pass computes them again, one call at a time."""
+
+    def call(*arguments: Any) -> Tensor:
+        result: Tensor = checkpoint(score, *arguments, use_reentrant=False, preserve_rng_state=True)
+        return result
+
+    return call
+
+
+class _Accumulated(torch.autograd.Function):
+    """Differentiates part after part in the forward pass and hands the summed gradient over in the backward pass.
+
+    So the graph of one part at a time is alive, while Lightning sees one loss and calls one backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss_of: Callable[[slice], Tensor], parts: Sequence[slice], *parameters: nn.Parameter
+    ) -> Tensor:
+        total, gradients = None, [torch.zeros_like(parameter) for parameter in parameters]
+        for part in parts:
+            with torch.enable_grad():
+                loss = loss_of(part)
+                found = torch.autograd.grad(loss, parameters, allow_unused=True)
+            for gradient, new in zip(gradients, found, strict=True):
+                if new is not None:
+                    gradient += new
+            total = loss.detach() if total is None else total + loss.detach()
+        ctx.gradients = gradients
+        assert total is not None  # `parts` is never empty
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        return None, None, *(gradient * grad_outputs[0] for gradient in ctx.gradients)
+
+
+def accumulated(
+    loss_of: Callable[[slice], Tensor], parts: Sequence[slice], parameters: Sequence[nn.Parameter]
+) -> Tensor:
+    """Sum of `loss_of(part)` over the parts, differentiated with one part's activations alive at a time.
+
+    Exact only where the whole loss is that sum. Costs one more copy of the gradient.
+    """
+    result: Tensor = _Accumulated.apply(loss_of, parts, *parameters)
+    return result
