@@ -206,7 +206,7 @@ class DiffusionPolicyModule(L.LightningModule):
             for name, (total, weight) in output.metrics.items():
                 known = metrics.get(name, (torch.zeros_like(total), torch.zeros_like(weight)))
                 metrics[name] = (known[0] + total.detach(), known[1] + weight.detach())
-            return (output.total / self._denominator(batch)).sum()
+            return (output.total.reshape(-1) / self._denominator(batch).to(output.total.dtype)).sum()
 
         if self.gradient_plan == "accumulate" and torch.is_grad_enabled():
             trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
@@ -222,7 +222,7 @@ class DiffusionPolicyModule(L.LightningModule):
         if batch.denominator is None:
             raise ValueError("the batch carries no loss denominator; it must come from a MicroBatchLoader")
         # A step in which nothing counts has total 0, and then loss 0.
-        return batch.denominator.clamp_min(torch.finfo(batch.denominator.dtype).tiny)
+        return batch.denominator.clamp_min(torch.finfo(torch.float32).tiny)
 
     def _compare(self, row_log_probs: Tensor, rows: Rows, batch: SequenceBatch, part: slice) -> LossOutput:
         def estimate(stored: Tensor) -> Tensor:

@@ -1,0 +1,190 @@
+"""Rollout: generate, score, freeze the old policy's log-probs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+import lightning as L
+import torch
+
+from dare_lightning.datamodules.prompts import PromptDataModule, Prompts
+from dare_lightning.diffusion.advantages import group_advantages
+from dare_lightning.families.base import PolicyModel
+from dare_lightning.generation.base import GenerationBackend, Progress
+from dare_lightning.methods.base import DiffusionPolicyModule
+from dare_lightning.parallel.collectives import gather_objects, rank_and_world
+from dare_lightning.parallel.modes import frozen
+from dare_lightning.replay.batch import SequenceBatch, concatenate
+from dare_lightning.rewards.base import Example, Reward, Verdict
+
+log = logging.getLogger(__name__)
+
+
+def completion_texts(policy: PolicyModel, batch: SequenceBatch) -> list[str]:
+    """The text of each completion up to its first end token, special tokens left out."""
+    ends = set(policy.stop_token_ids)
+    texts = []
+    for ids, written in zip(batch.ids.tolist(), batch.response_mask.tolist(), strict=True):
+        answer = [token for token, own in zip(ids, written, strict=True) if own]
+        stop = next((place for place, token in enumerate(answer) if token in ends), len(answer))
+        texts.append(policy.tokenizer.decode(answer[:stop], skip_special_tokens=True))
+    return texts
+
+
+def scored(
+    policy: PolicyModel, reward: Reward, batch: SequenceBatch, examples: Sequence[Example]
+) -> tuple[list[str], list[Verdict]]:
+    """Texts and verdicts of a generated batch.
+
+    Raises:
+        ValueError: the reward returned another number of verdicts, or a value that is not finite.
+    """
+    texts = completion_texts(policy, batch)
+    verdicts = reward(texts, examples)
+    if len(verdicts) != len(texts):
+        raise ValueError(f"the reward returned {len(verdicts)} verdicts for {len(texts)} completions")
+    for example, verdict in zip(examples, verdicts, strict=True):
+        if not torch.isfinite(torch.tensor(verdict.reward)):
+            raise ValueError(f"the reward of {example.source} row {example.index} is {verdict.reward}; it must be finite")
+    return texts, verdicts
+
+
+def verdict_metrics(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
+    """Per-completion values behind the logged means: reward, its parts, and one share for each status."""
+    values: dict[str, list[float]] = {"reward": [v.reward for v in verdicts]}
+    values["solve_rate"] = [float(v.status == "right") for v in verdicts]
+    for status in ("unparsed", "timeout", "excluded"):
+        values[status] = [float(v.status == status) for v in verdicts]
+    for name in sorted({part for v in verdicts for part in v.parts}):
+        values[f"reward/{name}"] = [v.parts.get(name, 0.0) for v in verdicts]
+    return values
+
+
+def mean_over_ranks(values: dict[str, list[float]]) -> dict[str, float]:
+    """Mean of each list over all ranks together; ranks may hold different numbers of values."""
+    gathered = gather_objects(values)
+    joined: dict[str, list[float]] = {}
+    for part in gathered:
+        for name, numbers in part.items():
+            joined.setdefault(name, []).extend(numbers)
+    return {name: sum(numbers) / len(numbers) for name, numbers in joined.items() if numbers}
+
+
+class RolloutCallback(L.Callback):
+    """One Lightning epoch is one rollout. The datamodule owns the buffer and asks at most once an epoch.
+
+    Args:
+        backend: what generates.
+        score_batch: sequences in one forward of the old and reference policies; None takes the micro-batch size.
+    """
+
+    def __init__(self, backend: GenerationBackend, score_batch: int | None = None) -> None:
+        self.backend = backend
+        self.score_batch = score_batch
+        self.progress: Progress | None = None
+        self._trainer: L.Trainer | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse what cannot work, before anything is generated."""
+        data, method = _parts(trainer)
+        offered = asdict(self.backend.capabilities)
+        if lacking := [need for need in method.needs if not offered[need]]:
+            raise ValueError(
+                f"{type(method).__name__} needs {', '.join(lacking)} from the rollout,"
+                f" which {type(self.backend).__name__} does not give"
+            )
+        if self.backend.temperature == 0:
+            raise ValueError(
+                "rollout.backend.temperature=0 makes the answers of a group equal and every advantage zero; use one above 0"
+            )
+        self.backend.validate(method.policy)
+        data.check_ranks(trainer.world_size)
+        data.collector = self
+        self._trainer = trainer
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Collect before the first micro-batch is asked for."""
+        data, _ = _parts(trainer)
+        data.ensure_rollout(trainer.current_epoch)
+
+    def collect(self, rollout: int) -> tuple[SequenceBatch, dict[str, float]]:
+        """Generate this rank's share of a rollout and make it ready for training."""
+        assert self._trainer is not None
+        data, method = _parts(self._trainer)
+        prompts = data.prompts_for(rollout, *rank_and_world())
+        started = time.perf_counter()
+        with frozen(method):
+            self.backend.update_weights(method.policy, version=self._trainer.global_step)
+            batch = self.backend.generate(prompts.ids, prompts.seeds, self.progress)
+            generated = time.perf_counter()
+            texts, verdicts = scored(method.policy, data.reward, batch, prompts.examples)
+            batch = self._with_advantages(method, batch, prompts, verdicts)
+            judged = time.perf_counter()
+            batch = self._frozen(data, method, batch)
+        values = verdict_metrics(verdicts) | _shape_metrics(batch, texts, data.group_size)
+        lengths = sum(values["length"])
+        values["tokens_per_second"] = [lengths / max(generated - started, 1e-9)]
+        values["seconds/generate"] = [generated - started]
+        values["seconds/reward"] = [judged - generated]
+        values["seconds/score"] = [time.perf_counter() - judged]
+        counts = Counter(v.status for v in verdicts)
+        log.info("rollout %d: %s", rollout, ", ".join(f"{n} {status}" for status, n in sorted(counts.items())))
+        return batch.to("cpu"), mean_over_ranks(values)
+
+    def _with_advantages(
+        self, method: DiffusionPolicyModule, batch: SequenceBatch, prompts: Prompts, verdicts: Sequence[Verdict]
+    ) -> SequenceBatch:
+        rewards = torch.tensor([verdict.reward for verdict in verdicts], dtype=torch.float32)
+        groups = torch.tensor(prompts.group_index)
+        device = batch.ids.device
+        return replace(
+            batch,
+            sample_index=torch.tensor(prompts.sample_index).to(device),
+            group_index=groups.to(device),
+            reward=rewards.to(device),
+            advantage=group_advantages(rewards, groups, method.advantages).to(device),
+        )
+
+    def _frozen(self, data: PromptDataModule, method: DiffusionPolicyModule, batch: SequenceBatch) -> SequenceBatch:
+        size = self.score_batch or data.micro_batch
+        rows = torch.arange(len(batch), device=batch.ids.device)
+        keep_old = not data.single_update
+        parts = [
+            method.freeze_policies(batch.select(part).to(method.device), data.inner_epochs, keep_old)
+            for part in rows.split(size)
+        ]
+        return concatenate(parts)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log what the rollout measured."""
+        data, _ = _parts(trainer)
+        for name, value in data.buffer.metrics.items():
+            pl_module.log(f"rollout/{name}", value, rank_zero_only=False, prog_bar=name == "reward")
+
+
+def _shape_metrics(batch: SequenceBatch, texts: Sequence[str], group_size: int) -> dict[str, list[float]]:
+    assert batch.reward is not None
+    rewards = batch.reward.view(-1, group_size)
+    groups = [texts[start : start + group_size] for start in range(0, len(texts), group_size)]
+    values = {
+        "length": batch.completion_mask.sum(1).tolist(),
+        "zero_variance_groups": (rewards.amax(1) == rewards.amin(1)).float().tolist(),
+        "distinct_in_group": [len(set(group)) / len(group) for group in groups],
+        "max_reward_in_group": rewards.amax(1).tolist(),
+    }
+    if batch.forward_passes is not None:
+        values["forward_passes"] = batch.forward_passes.float().tolist()
+    return values
+
+
+def _parts(trainer: L.Trainer) -> tuple[PromptDataModule, DiffusionPolicyModule]:
+    data, method = trainer.datamodule, trainer.lightning_module  # type: ignore[attr-defined]
+    if not isinstance(data, PromptDataModule):
+        raise ValueError(f"a rollout needs prompts to ask; data is {type(data).__name__}, use one with a reward (data=gsm8k)")
+    if not isinstance(method, DiffusionPolicyModule):
+        raise ValueError(f"a rollout needs a DiffusionPolicyModule, found {type(method).__name__}")
+    return data, method

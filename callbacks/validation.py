@@ -1,0 +1,75 @@
+"""Held-out prompts, scored with the verifier that pays the reward."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import lightning as L
+
+from dare_lightning.callbacks.rollout import mean_over_ranks, scored, verdict_metrics
+from dare_lightning.callbacks.samples import log_samples
+from dare_lightning.datamodules.prompts import Prompts
+from dare_lightning.generation.base import GenerationBackend, Progress
+from dare_lightning.methods.base import DiffusionPolicyModule
+from dare_lightning.parallel.collectives import gather_objects
+from dare_lightning.parallel.modes import frozen
+
+log = logging.getLogger(__name__)
+
+
+class HeldOutValidation(L.Callback):
+    """Scores the held-out prompts whenever Lightning validates (`trainer.check_val_every_n_epoch` rollouts).
+
+    Args:
+        backend: what generates; usually the rollout's with temperature 0.
+        table_rows: how many samples go into the samples table.
+    """
+
+    def __init__(self, backend: GenerationBackend, table_rows: int = 8) -> None:
+        self.backend = backend
+        self.table_rows = table_rows
+        self.progress: Progress | None = None
+        self.results: list[dict[str, Any]] = []
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse what cannot work."""
+        if not isinstance(pl_module, DiffusionPolicyModule):
+            raise ValueError(f"held-out validation needs a DiffusionPolicyModule, found {type(pl_module).__name__}")
+        self.backend.validate(pl_module.policy)
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Answer and score this rank's held-out prompts."""
+        if not isinstance(batch, Prompts) or not isinstance(pl_module, DiffusionPolicyModule):
+            return
+        with frozen(pl_module):
+            self.backend.update_weights(pl_module.policy, version=trainer.global_step)
+            answers = self.backend.generate(batch.ids, batch.seeds, self.progress)
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        texts, verdicts = scored(pl_module.policy, data.reward, answers, batch.examples)
+        values = verdict_metrics(verdicts) | {"length": answers.completion_mask.sum(1).tolist()}
+        for name, value in mean_over_ranks(values).items():
+            pl_module.log(f"val/{name}", value, batch_size=1, prog_bar=name == "solve_rate", rank_zero_only=False)
+        rows = [
+            {
+                "prompt": example.messages[-1]["content"],
+                "completion": text,
+                "answer": verdict.answer,
+                "ground_truth": example.ground_truth,
+                "reward": verdict.reward,
+                "status": verdict.status,
+                "index": example.index,
+            }
+            for example, text, verdict in zip(batch.examples, texts, verdicts, strict=True)
+        ]
+        self.results = [row for part in gather_objects(rows) for row in part]
+        if trainer.is_global_zero:
+            log_samples(trainer, "val", trainer.global_step, self.results[: self.table_rows])
