@@ -1,0 +1,85 @@
+"""Find the family that reads a checkpoint, by asking every module of this package."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+
+import dare_lightning.families as package
+from dare_lightning.families.base import PolicyModel
+from dare_lightning.families.checkpoint import read_config, resolve_folder
+
+
+@runtime_checkable
+class Family(Protocol):
+    """What a family class offers besides `PolicyModel`."""
+
+    def matches(self, config: dict[str, Any]) -> bool:
+        """Whether this config.json belongs to the family."""
+        ...
+
+    def from_pretrained(self, path: str, **options: Any) -> PolicyModel:
+        """Read a checkpoint folder."""
+        ...
+
+
+def families() -> list[Any]:
+    """Every family class of the package, in the order of the module names."""
+    found = []
+    for info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{package.__name__}.{info.name}")
+        for _, member in inspect.getmembers(module, inspect.isclass):
+            own = member.__module__ == module.__name__
+            if own and issubclass(member, nn.Module) and isinstance(member, Family):
+                found.append(member)
+    return found
+
+
+def find_family(config: dict[str, Any], folder: Path) -> Any:
+    """The family class that reads this config.json.
+
+    Raises:
+        ValueError: no family does.
+    """
+    for family in families():
+        if family.matches(config):
+            return family
+    known = ", ".join(family.__name__ for family in families())
+    raise ValueError(f"{folder} is {_describe(config)}; no family here reads it (there are {known})")
+
+
+def check_family(expected: type, config: dict[str, Any], folder: Path) -> None:
+    """Raise ValueError, naming the family that does read it, where `expected` does not read this config.json."""
+    found = find_family(config, folder)
+    if found is not expected:
+        raise ValueError(
+            f"{folder} is {_describe(config)}, which {expected.__name__} does not read; "
+            f"load it with {found.__module__}.{found.__name__}"
+        )
+
+
+def load_policy(path: str, **options: Any) -> PolicyModel:
+    """Read a checkpoint of any family, or an adapter folder together with the base model it names.
+
+    Args:
+        path: a folder, or a hub name where no such folder exists.
+        options: passed to the family's `from_pretrained`.
+
+    Raises:
+        FileNotFoundError: the folder, or a file in it, is missing.
+        ValueError: no family reads it, or its content is damaged.
+    """
+    folder = resolve_folder(path)
+    config = read_config(folder)
+    return find_family(config, folder).from_pretrained(str(folder), **options)
+
+
+def _describe(config: dict[str, Any]) -> str:
+    keys = ("model_type", "architectures", "num_experts")
+    said = ", ".join(f"{key}={config[key]!r}" for key in keys if config.get(key) is not None)
+    return f"a checkpoint with {said or 'neither model_type nor architectures'}"
