@@ -1,0 +1,296 @@
+"""The built-in backend: LLaDA's semi-autoregressive block decoding, batched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from dare_lightning.families.base import PolicyModel, using_attention
+from dare_lightning.generation.base import Capabilities, Progress
+from dare_lightning.generation.canvas import masked_canvas
+from dare_lightning.generation.completion import EOS_POLICIES, EosPolicy, Responses, to_batch
+from dare_lightning.generation.engine import Denoiser, FullForward, Stats
+from dare_lightning.generation.sampling import (
+    ORDER,
+    TOKENS,
+    Confidence,
+    DeferredEnds,
+    RandomOrder,
+    RowStreams,
+    Score,
+)
+from dare_lightning.generation.schedule import EvenSchedule
+from dare_lightning.replay.batch import SequenceBatch
+
+Remasking = Literal["low_confidence", "random"]
+REMASKING: tuple[str, ...] = get_args(Remasking)
+
+
+class BuiltinBackend:
+    """Generates with the policy that is being trained, in this process, without a copy of its weights.
+
+    A response is `max_new_tokens` masks, decoded block by block from the left; within a block each forward pass
+    commits the proposals it is surest of. A row's result depends on its prompt and its seed alone: neither on the
+    rows that share its forward passes nor on how many they are.
+
+    Args:
+        steps: forward passes for a whole response; a multiple of the number of blocks.
+        max_new_tokens: G, tokens of a response.
+        block_length: tokens of a block, a divisor of max_new_tokens; None for one block of the whole response.
+        temperature: 0 takes the most likely token, otherwise tokens are drawn from softmax(logits / temperature).
+        remasking: which proposals are kept: the most probable ones, or a random choice.
+        cfg_scale: w of classifier-free guidance; 0 is off. Doubles the work.
+        suppress_eos: the end-of-text token is never written (`logits_eos_inf` of LLaDA's appendix).
+        defer_eos: end tokens are committed after every other proposal (`confidence_eos_eot_inf`).
+        early_stop: a row is finished when an end token is written and so is everything before it; the masks left
+            become end-of-text tokens without further passes. The answer is the same; LLaDA's own code goes on.
+        eos_policy: what counts after the first end token, see `to_batch`.
+        max_batch_tokens: columns a forward pass may read (twice that under guidance); at least one row is read.
+        attention: name of the attention backend while generating; None for the policy's own.
+
+    Raises:
+        ValueError: a setting out of range, or numbers that do not divide.
+
+    Source: LLaDA, arXiv:2502.09992, section 2.4 and its appendix on sampling.
+    """
+
+    capabilities = Capabilities(stochastic=True, commit_steps=True, log_probs=True)
+
+    def __init__(
+        self,
+        steps: int = 128,
+        max_new_tokens: int = 256,
+        block_length: int | None = None,
+        temperature: float = 0.0,
+        remasking: Remasking = "low_confidence",
+        cfg_scale: float = 0.0,
+        suppress_eos: bool = False,
+        defer_eos: bool = False,
+        early_stop: bool = True,
+        eos_policy: EosPolicy = "mask_loss",
+        max_batch_tokens: int = 16384,
+        attention: str | None = None,
+    ) -> None:
+        for name, number in (
+            ("steps", steps),
+            ("max_new_tokens", max_new_tokens),
+            ("max_batch_tokens", max_batch_tokens),
+        ):
+            if number < 1:
+                raise ValueError(f"{name}={number} must be at least 1")
+        for name, value in (("temperature", temperature), ("cfg_scale", cfg_scale)):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}={value} must be a finite number, 0 or above")
+        _check_choice("remasking", remasking, REMASKING)
+        _check_choice("eos_policy", eos_policy, EOS_POLICIES)
+        self.steps = steps
+        self.max_new_tokens = max_new_tokens
+        self.block_length = max_new_tokens if block_length is None else block_length
+        self.temperature = temperature
+        self.remasking = remasking
+        self.cfg_scale = cfg_scale
+        self.suppress_eos = suppress_eos
+        self.defer_eos = defer_eos
+        self.early_stop = early_stop
+        self.eos_policy = eos_policy
+        self.max_batch_tokens = max_batch_tokens
+        self.attention = attention
+        self.steps_per_block = _steps_per_block(steps, max_new_tokens, self.block_length)
+        self.stats = Stats()
+        self.version: int | None = None
+        self._policy: PolicyModel | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a completion depends on besides prompt, seed and weights; for records of what was generated."""
+        return {
+            "steps": self.steps,
+            "max_new_tokens": self.max_new_tokens,
+            "block_length": self.block_length,
+            "temperature": self.temperature,
+            "remasking": self.remasking,
+            "cfg_scale": self.cfg_scale,
+            "suppress_eos": self.suppress_eos,
+            "defer_eos": self.defer_eos,
+            "early_stop": self.early_stop,
+            "eos_policy": self.eos_policy,
+            "attention": self.attention,
+        }
+
+    def validate(self, policy: PolicyModel) -> None:
+        """Refuse a policy that cannot be served.
+
+        Raises:
+            ValueError: the policy is a block-diffusion one, or does not know the attention backend.
+        """
+        if policy.block_length is not None:
+            raise ValueError(
+                f"the policy is a block-diffusion model (block_length={policy.block_length}), which must not see later "
+                "blocks; the built-in backend shows it all masks of the response: choose a masked model (block_length "
+                "None), or a rollout backend for block diffusion"
+            )
+        with using_attention(policy, self.attention):
+            pass
+
+    def update_weights(self, policy: PolicyModel, version: int) -> None:
+        """Generate with this policy from now on. Nothing is copied: later changes of its weights are seen at once."""
+        self._policy = policy
+        self.version = version
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], progress: Progress | None = None
+    ) -> SequenceBatch:
+        """One completion for each prompt, in order, on the CPU; `stats` then tells what it cost.
+
+        Rows are read in batches of similar prompt length. `commit_step` counts a row's own forward passes from 0
+        and is -1 where no pass wrote the token (masks filled at the end). `commit_log_probs` is the log softmax at
+        temperature 1 of the policy's own logits for the committed token, without guidance or suppressed tokens: what
+        scoring the token on the same canvas gives. A guided pass counts once in `forward_passes`.
+
+        Args:
+            prompts: B token-id lists, at least one token each; any id is taken as a real token.
+            seeds: B integers; row i draws from seeds[i] alone.
+            progress: told about denoising steps, over all batches.
+
+        Raises:
+            RuntimeError: no policy yet.
+            ValueError: no prompt, an empty one, or not one seed for each.
+        """
+        if self._policy is None:
+            raise RuntimeError("the built-in backend has no policy yet: call update_weights before generate")
+        _check_prompts(prompts, seeds)
+        policy, self.stats = self._policy, Stats()
+        batches = self._batches([len(prompt) for prompt in prompts])
+        report = _StepReport(progress, self.steps, len(batches))
+        parts = []
+        with _evaluating(policy) as device, using_attention(policy, self.attention):
+            for batch in batches:
+                parts.append(self._run(policy, [prompts[i] for i in batch], [seeds[i] for i in batch], device, report))
+                report.finish_batch()
+        order = [row for batch in batches for row in batch]
+        return to_batch(prompts, seeds, Responses.in_order(parts, order), policy, self.eos_policy)
+
+    def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Rows that share forward passes: similar prompt lengths, at most `max_batch_tokens` columns."""
+        batches: list[list[int]] = []
+        for row in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+            width = lengths[row] + self.max_new_tokens
+            if batches and (len(batches[-1]) + 1) * width <= self.max_batch_tokens:
+                batches[-1].append(row)
+            else:
+                batches.append([row])
+        return batches
+
+    def _run(
+        self,
+        policy: PolicyModel,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        device: torch.device,
+        report: _StepReport,
+    ) -> Responses:
+        mask_id, pad_id = policy.mask_token_id, policy.pad_token_id
+        canvas = masked_canvas(prompts, self.max_new_tokens, self.block_length, mask_id, pad_id, device)
+        streams = RowStreams(seeds, TOKENS), RowStreams(seeds, ORDER)
+        self._denoiser(policy).run(policy, canvas, *streams, self.stats, report.tick)
+        canvas.fill(policy.eos_token_id)
+        return Responses.of(canvas)
+
+    def _denoiser(self, policy: PolicyModel) -> Denoiser:
+        score: Score = Confidence() if self.remasking == "low_confidence" else RandomOrder()
+        return Denoiser(
+            forward=FullForward(self.cfg_scale),
+            score=DeferredEnds(score, policy.stop_token_ids) if self.defer_eos else score,
+            steps=EvenSchedule(self.steps_per_block),
+            temperature=self.temperature,
+            forbidden_ids=(policy.mask_token_id, *((policy.eos_token_id,) if self.suppress_eos else ())),
+            stop_token_ids=policy.stop_token_ids if self.early_stop else (),
+        )
+
+
+class _StepReport:
+    """Turns forward passes of several batches into one count of denoising steps."""
+
+    def __init__(self, progress: Progress | None, steps: int, batches: int) -> None:
+        self._progress = progress
+        self._steps = steps
+        self._total = steps * batches
+        self._before = 0
+        self._inside = 0
+
+    def tick(self) -> None:
+        """One more step of this batch is done."""
+        self._inside += 1
+        self._tell()
+
+    def finish_batch(self) -> None:
+        """The batch is done, however many steps it needed."""
+        self._before += self._steps
+        if self._inside < self._steps:
+            self._inside = 0
+            self._tell()
+        self._inside = 0
+
+    def _tell(self) -> None:
+        if self._progress is not None:
+            self._progress(self._before + self._inside, self._total)
+
+
+@contextmanager
+def _evaluating(policy: PolicyModel) -> Iterator[torch.device]:
+    """Dropout off in every submodule, and exactly those that were training train again afterwards."""
+    if not isinstance(policy, nn.Module):
+        raise TypeError(f"the built-in backend runs torch modules, got {type(policy).__name__}")
+    training = [module for module in policy.modules() if module.training]
+    policy.eval()
+    try:
+        yield next(policy.parameters()).device
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _check_choice(name: str, found: str, allowed: Sequence[str]) -> None:
+    if found not in allowed:
+        raise ValueError(f"{name}={found!r} is not one of {', '.join(allowed)}")
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+    if len(prompts) == 0:
+        raise ValueError("no prompts to complete; give at least one")
+    if len(prompts) != len(seeds):
+        raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds; give one seed for each prompt")
+    empty = [i for i, prompt in enumerate(prompts) if len(prompt) == 0]
+    if empty:
+        raise ValueError(f"prompt {empty[0]} has no tokens; start it with at least one, such as the start token")
+
+
+def _steps_per_block(steps: int, max_new_tokens: int, block_length: int) -> int:
+    if block_length < 1 or max_new_tokens % block_length:
+        divisors = [d for d in range(1, max_new_tokens + 1) if max_new_tokens % d == 0]
+        raise ValueError(
+            f"block_length={block_length} does not divide max_new_tokens={max_new_tokens}; "
+            f"{_nearest(block_length, divisors)} would"
+        )
+    blocks = max_new_tokens // block_length
+    if steps % blocks:
+        below = steps - steps % blocks
+        multiples = [value for value in (below, below + blocks) if value > 0]
+        raise ValueError(
+            f"steps={steps} is not a multiple of the {blocks} blocks (max_new_tokens={max_new_tokens} / "
+            f"block_length={block_length}); {_nearest(steps, multiples)} would be"
+        )
+    return steps // blocks
+
+
+def _nearest(found: int, valid: Sequence[int]) -> str:
+    """The closest valid number on either side."""
+    below = [value for value in valid if value < found][-1:]
+    above = [value for value in valid if value > found][:1]
+    return " or ".join(str(value) for value in below + above)
