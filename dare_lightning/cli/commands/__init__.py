@@ -1,0 +1,1 @@
+"""What each command does with its composed configuration: one module a command, one function `run`."""

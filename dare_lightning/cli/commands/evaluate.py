@@ -1,0 +1,12 @@
+"""The command `evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+
+def run(cfg: DictConfig, run_dir: Path) -> int:
+    """Carry out the command; returns the exit status."""
+    raise NotImplementedError("the command evaluate is not available yet")

@@ -1,0 +1,176 @@
+"""A run's own folder: its configuration, its log, and how it ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from dare_lightning.cli.console import fail, say
+from dare_lightning.cli.errors import UserError
+
+RUN_DIR_VARIABLE = "DARE_RUN_DIR"
+"""Set by rank 0, so that the ranks it starts share its folder."""
+INTERRUPTED = 130
+
+log = logging.getLogger("dare_lightning")
+
+
+def new_folder(root: Path, command: str, prefix: str = "") -> Path:
+    """Make `<root>/<command>/<prefix><date>_<time>`, numbered where another run started in the same second."""
+    parent = root / command
+    parent.mkdir(parents=True, exist_ok=True)
+    stamp = f"{prefix}{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    number = 1
+    while True:
+        folder = parent / (stamp if number == 1 else f"{stamp}_{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+def run_folder(cfg: DictConfig, command: str) -> Path:
+    """This run's folder: the one asked for, the one rank 0 made, or a new one.
+
+    Raises:
+        UserError: several ranks were started from outside and would each make their own.
+    """
+    if cfg.run_dir is not None:
+        folder = Path(cfg.run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+    elif rank() > 0 and RUN_DIR_VARIABLE in os.environ:
+        folder = Path(os.environ[RUN_DIR_VARIABLE])
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "several ranks were started from outside: add run_dir=..., so that all of them share one folder"
+        )
+    else:
+        folder = new_folder(Path(cfg.run_root), command)
+    os.environ[RUN_DIR_VARIABLE] = str(folder)
+    return folder
+
+
+def rank() -> int:
+    """This process's number among those that train together; 0 where it is alone."""
+    return int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
+
+
+class Run:
+    """Context of one run: logs to `job.log`, writes `status.json`, and turns an error into an exit status.
+
+    An error is logged with its traceback and shown in one line; it does not leave the block.
+
+    Args:
+        folder: the run's folder, which exists.
+        command, words: what was asked for, kept for a rerun.
+        show_traceback: print the traceback of an error as well.
+    """
+
+    def __init__(self, folder: Path, command: str, words: Sequence[str], show_traceback: bool = False) -> None:
+        self.folder = folder
+        self.command = command
+        self.words = list(words)
+        self.show_traceback = show_traceback
+        self.exit_code = 0
+        name = "job.log" if rank() == 0 else f"job.rank{rank()}.log"
+        self._file = logging.FileHandler(folder / name, encoding="utf-8")
+
+    def save_config(self, cfg: DictConfig) -> None:
+        """Write `config.yaml`, interpolations resolved, and `overrides.txt`, as typed."""
+        if rank() == 0:
+            OmegaConf.save(cfg, self.folder / "config.yaml", resolve=True)
+            (self.folder / "overrides.txt").write_text("".join(f"{word}\n" for word in self.words), encoding="utf-8")
+
+    def __enter__(self) -> Run:
+        self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        root = logging.getLogger()
+        root.addHandler(self._file)
+        if len(root.handlers) == 1:
+            root.addHandler(_console_handler())
+        log.setLevel(logging.INFO)
+        logging.captureWarnings(True)
+        self._started = time.time()
+        self._write_status("running")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        status, message = "finished", ""
+        if error is not None:
+            status, message = self._failed(error)
+        elif self.exit_code != 0:
+            status, message = "failed", f"exit status {self.exit_code}"
+        self._write_status(status, message)
+        logging.getLogger().removeHandler(self._file)
+        self._file.close()
+        return True
+
+    def _failed(self, error: BaseException) -> tuple[str, str]:
+        details = "".join(traceback.format_exception(error))
+        stopped = isinstance(error, SystemExit)
+        cause = error.__context__ if stopped else error
+        if isinstance(cause, KeyboardInterrupt):
+            self.exit_code = INTERRUPTED
+            self._log_to_file(logging.WARNING, "interrupted")
+            say(f"interrupted; what was saved is in {self.folder}")
+            return "interrupted", "interrupted"
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            return "finished", ""
+        self.exit_code = 2 if isinstance(error, UserError) else 1
+        message = describe(error)
+        self._log_to_file(logging.ERROR, f"{message}\n{details}")
+        fail(message, details if self.show_traceback else None)
+        if not self.show_traceback:
+            say(f"the traceback is in {self._file.baseFilename}")
+        return "failed", message
+
+    def _log_to_file(self, level: int, message: str) -> None:
+        self._file.handle(logging.LogRecord("dare_lightning", level, __file__, 0, message, None, None))
+
+    def _write_status(self, status: str, error: str = "") -> None:
+        if rank() > 0:
+            return
+        content: dict[str, Any] = {
+            "status": status,
+            "command": self.command,
+            "overrides": self.words,
+            "error": error,
+            "exit_code": self.exit_code,
+            "seconds": round(time.time() - self._started, 1),
+            "process": os.getpid(),
+        }
+        (self.folder / "status.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def describe(error: BaseException) -> str:
+    """One readable message: the innermost cause of an error while building an object, named with its key."""
+    cause: BaseException = error
+    while type(cause).__module__.startswith("hydra.") and cause.__cause__ is not None:
+        cause = cause.__cause__
+    text = str(cause).strip() or "no message"
+    named = isinstance(cause, UserError | ValueError | FileNotFoundError | ImportError)
+    message = text if named else f"{type(cause).__name__}: {text}"
+    if cause is error:
+        return message
+    where = [line.split(":", 1)[1].strip() for line in str(error).splitlines() if line.startswith("full_key:")]
+    return f"{where[0]}: {message}" if where else message
+
+
+def _console_handler() -> logging.Handler:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    return handler
