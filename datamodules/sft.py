@@ -1,0 +1,348 @@
+"""Fixed data for supervised fine-tuning: conversations in, micro-batches of supervised sequences out."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from dare_lightning.datamodules.chat import EncodedDialogue, encode_dialogue, use_template
+from dare_lightning.datamodules.prompts import Task
+from dare_lightning.datamodules.readers import Dialogue, recognise_layout, to_dialogues
+from dare_lightning.datamodules.sources import read_rows
+from dare_lightning.diffusion.noise import derive_seed, generator
+from dare_lightning.families.base import PolicyModel
+from dare_lightning.parallel.collectives import rank_and_world, sum_over_ranks
+from dare_lightning.replay.batch import SequenceBatch
+from dare_lightning.replay.loader import MicroBatchLoader, Window
+
+log = logging.getLogger(__name__)
+
+EosFill = Literal["none", "batch", "max_length"]
+
+# Salts that keep unrelated streams of one seed apart.
+_ORDER, _HELD_OUT = 201, 202
+
+
+@dataclass
+class DataReport:
+    """What was read, what was kept, and why the rest was not.
+
+    Attributes:
+        source: file, folder, hub name or task.
+        layout: the column layout found.
+        rows: rows read.
+        dropped: rows left out, by reason.
+        cut: rows kept whose answer max_length shortened.
+        prompt_tokens, answer_tokens: lengths of the kept rows; everything before the first supervised token is
+            prompt, all supervised tokens are answer.
+    """
+
+    source: str
+    layout: str
+    rows: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    cut: int = 0
+    prompt_tokens: list[int] = field(default_factory=list)
+    answer_tokens: list[int] = field(default_factory=list)
+
+    @property
+    def kept(self) -> int:
+        """Rows that are used."""
+        return len(self.prompt_tokens)
+
+    def __str__(self) -> str:
+        text = f"{self.source} ({self.layout} layout): {self.kept} of {self.rows} rows"
+        for reason, count in sorted(self.dropped.items()):
+            text += f"; {count} dropped: {reason}"
+        return text + (f"; {self.cut} answers cut at max_length" if self.cut else "")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An encoded conversation; `index` is its row in the source, and so the root of its noise."""
+
+    encoded: EncodedDialogue
+    index: int
+
+
+class SFTDataModule(L.LightningDataModule):
+    """Conversations of a file or a generated task, encoded once, shuffled by (seed, epoch).
+
+    An optimiser step is a window of `batch_size` samples, dealt to the ranks and cut into micro-batches. The last
+    window of an epoch is shorter where the samples do not divide; its loss is divided by what is in it. With
+    several ranks each must have the same number, so up to ranks - 1 samples sit an epoch out (others the next one).
+
+    Args:
+        policy: for its tokenizer and end-of-text id.
+        path: conversations (parquet, JSON Lines, saved data set, hub name); None takes `task`.
+        split: which part of `path`.
+        val_path: held-out conversations; None sets `val_share` of the rows aside.
+        val_split: which part of `val_path`.
+        val_share: share of the rows that is held out, by a hash of the row number: the same rows in every run.
+        task: generator of examples whose `extra["answer"]` is the answer to learn.
+        count, val_count: how many examples of the task to generate for training and to hold out.
+        limit: reads the first `limit` rows only.
+        chat_template: a Jinja file that replaces the tokenizer's template.
+        max_length: longest sequence in tokens. Longer answers are cut and get no end token; rows whose prompt
+            leaves no room for an answer are dropped and counted.
+        append_eos: teach one end-of-text token behind the last end of turn.
+        eos_fill: end-of-text tokens that follow, attended and taught as part of the answer. "batch" fills up to the
+            longest sequence of the optimiser step (LLaDA's guidelines), "max_length" to max_length (DARE), "none"
+            pads with unattended tokens that count nowhere. Cut answers are never filled.
+        batch_size: samples an optimiser step, all ranks together.
+        micro_batch: samples a forward pass.
+        seed: of the order and the noise.
+
+    Raises:
+        ValueError: sizes out of range or that do not divide; no row left.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        path: str | None = None,
+        split: str | None = None,
+        val_path: str | None = None,
+        val_split: str | None = None,
+        val_share: float = 0.0,
+        task: Task | None = None,
+        count: int = 0,
+        val_count: int = 0,
+        limit: int | None = None,
+        chat_template: str | None = None,
+        max_length: int = 4096,
+        append_eos: bool = True,
+        eos_fill: EosFill = "batch",
+        batch_size: int = 32,
+        micro_batch: int = 4,
+        seed: int = 42,
+    ) -> None:
+        super().__init__()
+        self.policy, self.task = policy, task
+        self.path, self.split, self.limit = path, split, limit
+        self.val_path, self.val_split, self.val_share = val_path, val_split, val_share
+        self.count, self.val_count = count, val_count
+        self.chat_template, self.max_length = chat_template, max_length
+        self.append_eos, self.eos_fill = append_eos, eos_fill
+        self.batch_size, self.micro_batch, self.seed = batch_size, micro_batch, seed
+        self.train: list[Sample] = []
+        self.heldout: list[Sample] = []
+        self.report: DataReport | None = None
+        self.val_report: DataReport | None = None
+        self.loader: MicroBatchLoader | None = None
+        self._check_settings()
+
+    def _check_settings(self) -> None:
+        for name in ("max_length", "batch_size", "micro_batch"):
+            if self.__dict__[name] < 1:
+                raise ValueError(f"data.{name}={self.__dict__[name]} must be at least 1")
+        if self.eos_fill not in ("none", "batch", "max_length"):
+            raise ValueError(f"data.eos_fill={self.eos_fill!r}; use none, batch or max_length")
+        if not 0 <= self.val_share < 1:
+            raise ValueError(f"data.val_share={self.val_share} must be at least 0 and below 1")
+        if (self.path is None) == (self.task is None):
+            given = "neither" if self.path is None else "both"
+            raise ValueError(f"data needs either path or task, {given} given; set data.path=<file, folder or hub name>")
+        if self.task is not None and self.count < 1:
+            raise ValueError(f"data.count={self.count} must say how many examples of the task to generate")
+
+    def check_ranks(self, world: int) -> None:
+        """Raise ValueError where the sizes do not divide among `world` ranks."""
+        unit = self.micro_batch * world
+        if self.batch_size % unit:
+            lower = self.batch_size // unit * unit
+            choices = " or ".join(str(n) for n in (lower, lower + unit) if n)
+            raise ValueError(
+                f"data.batch_size={self.batch_size} is not a multiple of micro_batch × ranks ="
+                f" {self.micro_batch} × {world} = {unit}; choose data.batch_size={choices}"
+            )
+
+    def micro_batches_per_step(self, world: int) -> int:
+        """How many micro-batches make one optimiser step: Lightning's accumulate_grad_batches."""
+        self.check_ranks(world)
+        return self.batch_size // (self.micro_batch * world)
+
+    # Reading.
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read or generate the conversations and encode them, once."""
+        if self.train:
+            return
+        use_template(self.policy.tokenizer, self.chat_template)
+        if self.task is not None:
+            train = self._generated("train", self.count)
+            heldout = self._generated("heldout", self.val_count) if self.val_count else None
+        else:
+            train = self._read(str(self.path), self.split)
+            heldout = None if self.val_path is None else self._read(self.val_path, self.val_split)
+        samples, self.report = self._encoded(*train)
+        if heldout is not None:
+            self.heldout, self.val_report = self._encoded(*heldout)
+        held = {s.index for s in samples if heldout is None and is_held_out(s.index, self.val_share)}
+        self.train = [s for s in samples if s.index not in held]
+        self.heldout += [s for s in samples if s.index in held]
+        if not self.train:
+            raise ValueError(f"no conversation to train on is left: {self.report}")
+        for report in (self.report, self.val_report):
+            if report is not None:
+                log.log(logging.WARNING if report.dropped or report.cut else logging.INFO, "%s", report)
+
+    def _read(self, path: str, split: str | None) -> tuple[list[Dialogue], DataReport]:
+        table = read_rows(path, split, self.limit)
+        report = DataReport(path, recognise_layout(table.columns), len(table))
+        return to_dialogues(table, report.dropped), report
+
+    def _generated(self, split: str, count: int) -> tuple[list[Dialogue], DataReport]:
+        assert self.task is not None
+        report = DataReport(f"{type(self.task).__name__}, {split}", "generated", count)
+        dialogues = []
+        for number, example in enumerate(self.task.examples(split, count, self.seed)):
+            if "answer" not in example.extra:
+                raise ValueError(
+                    f"{type(self.task).__name__} gives no answers to learn: extra has {list(example.extra)}"
+                )
+            answer = {"role": "assistant", "content": str(example.extra["answer"])}
+            dialogues.append(Dialogue([*example.messages, answer], len(example.messages), example.source, number))
+        return dialogues, report
+
+    def _encoded(self, dialogues: Sequence[Dialogue], report: DataReport) -> tuple[list[Sample], DataReport]:
+        end = self.policy.eos_token_id if self.append_eos else None
+        samples = []
+        for dialogue in dialogues:
+            encoded = encode_dialogue(
+                self.policy.tokenizer, dialogue.messages, self.max_length, end, context=dialogue.context
+            )
+            if encoded.dropped is not None:
+                report.dropped[encoded.dropped] += 1
+                continue
+            report.cut += not encoded.complete
+            report.prompt_tokens.append(encoded.prompt_length)
+            report.answer_tokens.append(sum(encoded.supervised))
+            samples.append(Sample(encoded, dialogue.index))
+        return samples, report
+
+    # Batches.
+
+    def make_batch(self, samples: Sequence[Sample], noise: Sequence[int], fill_to: int = 0) -> SequenceBatch:
+        """The sequences as columns, right-padded.
+
+        Args:
+            samples: B conversations.
+            noise: path of the noise stream in front of the sample index.
+            fill_to: length to which complete sequences are filled with taught end-of-text tokens.
+        """
+        length = max(fill_to, max(len(sample.encoded.ids) for sample in samples))
+        ids = torch.full((len(samples), length), self.policy.pad_token_id)
+        exists = torch.zeros(len(samples), length, dtype=torch.bool)
+        taught = torch.zeros(len(samples), length, dtype=torch.bool)
+        for row, sample in enumerate(samples):
+            used = len(sample.encoded.ids)
+            ids[row, :used] = torch.tensor(sample.encoded.ids)
+            exists[row, :used] = True
+            taught[row, :used] = torch.tensor(sample.encoded.supervised)
+            if sample.encoded.complete and used < fill_to:
+                ids[row, used:fill_to] = self.policy.eos_token_id
+                exists[row, used:fill_to] = taught[row, used:fill_to] = True
+        return SequenceBatch(
+            ids=ids,
+            attention_mask=exists,
+            response_mask=taught,
+            completion_mask=taught.clone(),
+            noise_seed=torch.tensor([derive_seed(self.seed, *noise, sample.index) for sample in samples]),
+            sample_index=torch.tensor([sample.index for sample in samples]),
+        )
+
+    def order(self, epoch: int) -> list[int]:
+        """Positions in `train`, as this epoch goes through them."""
+        return torch.randperm(len(self.train), generator=generator(self.seed, _ORDER, epoch)).tolist()
+
+    def windows(self, epoch: int, rank: int, world: int) -> Iterator[Window]:
+        """This rank's micro-batches of each optimiser step of an epoch.
+
+        The samples of a step are dealt to the ranks in turn, so any number of ranks together trains on the same.
+        """
+        order = self.order(epoch)
+        for start in range(0, len(order), self.batch_size):
+            window = [self.train[position] for position in order[start : start + self.batch_size]]
+            window = window[: len(window) // world * world]
+            if window:
+                fill_to = self._fill_to(window)
+                yield [
+                    partial(self.make_batch, part, (_ORDER, epoch), fill_to)
+                    for part in _parts(window[rank::world], self.micro_batch)
+                ]
+
+    def _fill_to(self, samples: Sequence[Sample]) -> int:
+        if self.eos_fill == "batch":
+            return max(len(sample.encoded.ids) for sample in samples)
+        return self.max_length if self.eos_fill == "max_length" else 0
+
+    def train_dataloader(self) -> MicroBatchLoader:
+        """Micro-batches in windows of one optimiser step."""
+        trainer = self.trainer
+        assert trainer is not None
+        module: Any = trainer.lightning_module
+        rank, world = rank_and_world()
+        self.check_ranks(world)
+        length = sum(len(window) for window in self.windows(0, rank, world))
+        if not length:
+            raise ValueError(f"{len(self.train)} conversations are fewer than the {world} ranks")
+
+        def windows(epoch: int) -> list[Window]:
+            return list(self.windows(epoch, rank, world))
+
+        def total(counts: Tensor) -> Tensor:
+            return sum_over_ranks(counts, trainer.strategy.root_device)
+
+        state = self.loader.state_dict() if self.loader is not None else None
+        self.loader = MicroBatchLoader(windows, length, module.count, total)
+        if state is not None:
+            self.loader.load_state_dict(state)
+        return self.loader
+
+    def val_dataloader(self) -> Batches | list[Any]:
+        """Held-out sequences; their noise does not depend on the epoch, so that losses compare.
+
+        Empty where nothing is held out. Ranks get equal shares, up to ranks - 1 sequences are left out.
+        """
+        rank, world = rank_and_world()
+        samples = self.heldout[: len(self.heldout) // world * world]
+        if not samples:
+            return []
+        fill_to = self._fill_to(samples)
+        return Batches(
+            [
+                partial(self.make_batch, part, (_HELD_OUT,), fill_to)
+                for part in _parts(samples[rank::world], self.micro_batch)
+            ]
+        )
+
+
+class Batches:
+    """A sized iterable of batches, each made when its turn comes."""
+
+    def __init__(self, makers: Sequence[Callable[[], SequenceBatch]]) -> None:
+        self.makers = makers
+
+    def __len__(self) -> int:
+        return len(self.makers)
+
+    def __iter__(self) -> Iterator[SequenceBatch]:
+        return (make() for make in self.makers)
+
+
+def is_held_out(index: int, share: float) -> bool:
+    """Whether row `index` belongs to the held-out share; depends on nothing else."""
+    return derive_seed(0, _HELD_OUT, index) < share * 2**63
+
+
+def _parts(samples: Sequence[Sample], size: int) -> list[Sequence[Sample]]:
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
