@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+
+_log = logging.getLogger(__name__)
 
 Status = Literal["right", "wrong", "unparsed", "timeout", "excluded"]
 
@@ -52,3 +55,30 @@ class Reward(Protocol):
     def __call__(self, completions: Sequence[str], examples: Sequence[Example]) -> list[Verdict]:
         """One verdict for each completion, in order."""
         ...
+
+
+def sample_name(example: Example) -> str:
+    """How messages name a sample: `gsm8k[17]`."""
+    return f"{example.source or 'sample'}[{example.index}]"
+
+
+def report_excluded(verdicts: Sequence[Verdict], examples: Sequence[Example], problem: str) -> None:
+    """Log, once a batch, which samples were excluded because their reference cannot be read."""
+    pairs = zip(verdicts, examples, strict=True)
+    names = list(dict.fromkeys(sample_name(example) for verdict, example in pairs if verdict.status == "excluded"))
+    if names:
+        more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+        _log.warning("%d samples excluded, %s: %s%s", len(names), problem, ", ".join(names[:20]), more)
+
+
+def check_lengths(completions: Sequence[str], examples: Sequence[Example]) -> None:
+    """Refuse a batch whose completions and examples do not pair up.
+
+    Raises:
+        ValueError: the lengths differ.
+    """
+    if len(completions) != len(examples):
+        raise ValueError(
+            f"{len(completions)} completions for {len(examples)} examples: pass one example for each completion "
+            "(repeat the prompt's example for every member of its group)"
+        )
