@@ -35,8 +35,8 @@ class BuiltinBackend:
     """Generates with the policy that is being trained, in this process, without a copy of its weights.
 
     A response is `max_new_tokens` masks, decoded block by block from the left; within a block each forward pass
-    commits the proposals it is surest of. A row's result depends on its prompt and its seed alone: neither on the
-    rows that share its forward passes nor on how many they are.
+    commits the proposals it is surest of. The mask token is never proposed. A row's result depends on its prompt and
+    its seed alone: neither on the rows that share its forward passes nor on how many they are.
 
     Args:
         steps: forward passes for a whole response; a multiple of the number of blocks.
@@ -209,7 +209,7 @@ class BuiltinBackend:
             score=DeferredEnds(score, policy.stop_token_ids) if self.defer_eos else score,
             steps=EvenSchedule(self.steps_per_block),
             temperature=self.temperature,
-            forbidden_ids=(policy.mask_token_id, *((policy.eos_token_id,) if self.suppress_eos else ())),
+            suppressed_ids=(policy.eos_token_id,) if self.suppress_eos else (),
             stop_token_ids=policy.stop_token_ids if self.early_stop else (),
         )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dare_lightning.families.base import PolicyModel
 from dare_lightning.generation.canvas import Canvas
-from dare_lightning.generation.sampling import RowStreams, Score, chosen_log_probs, sample_tokens
+from dare_lightning.generation.sampling import RowStreams, Score, chosen_log_probs, sample_tokens, without_tokens
 from dare_lightning.generation.schedule import StepPolicy
 
 # Positions go through the output head in pieces of at most this many logits: 128 MB in float64.
@@ -95,7 +95,7 @@ class Denoiser:
     Attributes:
         forward, score, steps: the parts.
         temperature: of the token draws; 0 takes the most likely token.
-        forbidden_ids: tokens that are never written, the mask token among them.
+        suppressed_ids: tokens that are never written besides the mask token, and that confidence does not know.
         stop_token_ids: a row also leaves when one of these is written and so is everything before it; empty for
             rows that run to their last block.
     """
@@ -104,7 +104,7 @@ class Denoiser:
     score: Score
     steps: StepPolicy
     temperature: float
-    forbidden_ids: tuple[int, ...]
+    suppressed_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
 
     def run(
@@ -151,17 +151,17 @@ class Denoiser:
         for start in range(0, len(row), size):
             piece = slice(start, start + size)
             logits = [policy.logits(states[piece]) for states in needed]
-            pieces.append(self._score_piece(logits, *[None if d is None else d[piece] for d in draws]))
+            pieces.append(self._score_piece(policy, logits, *[None if d is None else d[piece] for d in draws]))
         tokens, score, log_probs = (torch.cat(parts) for parts in zip(*pieces, strict=True))
         return Proposal(*(_scatter(masked, values) for values in (tokens, score, log_probs)))
 
     def _score_piece(
-        self, logits: list[Tensor], token_draws: Tensor | None, order_draws: Tensor | None
+        self, policy: PolicyModel, logits: list[Tensor], token_draws: Tensor | None, order_draws: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         logits = [piece.to(torch.promote_types(piece.dtype, torch.float32)) for piece in logits]
-        forbidden = torch.tensor(self.forbidden_ids, device=logits[0].device)
-        clean = self.forward.mix(logits).index_fill(-1, forbidden, -torch.inf)
-        tokens = sample_tokens(clean, self.temperature, token_draws)
+        clean = without_tokens(self.forward.mix(logits), self.suppressed_ids)
+        tokens = sample_tokens(without_tokens(clean, (policy.mask_token_id,)), self.temperature, token_draws)
+        # The mask token is never written, yet keeps its share of the probability, as in the published confidence.
         score = self.score.score(clean, tokens, order_draws)
         return tokens, score, chosen_log_probs(logits[0], tokens)
 

@@ -62,6 +62,13 @@ def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor | None) ->
     return torch.searchsorted(cumulative, target[:, None], right=True).squeeze(-1)
 
 
+def without_tokens(logits: Tensor, token_ids: tuple[int, ...]) -> Tensor:
+    """A copy of the logits [N, V] in which these tokens are impossible; the logits themselves where there are none."""
+    if not token_ids:
+        return logits
+    return logits.index_fill(-1, torch.tensor(token_ids, device=logits.device), -torch.inf)
+
+
 def chosen_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
     """log softmax(logits) at the tokens: float [N, V], int64 [N] -> float [N], in the dtype of the logits."""
     return logits.gather(-1, tokens[:, None]).squeeze(-1) - logits.logsumexp(-1)
@@ -114,8 +121,8 @@ class RandomOrder:
 class DeferredEnds:
     """Another score, with every end token after every other token.
 
-    LLaDA's appendix puts the confidence of end tokens to 0. Its code looks at the noisy logits for one of the two
-    end tokens and misses it at a temperature above 0; the intention is implemented here: what counts is the proposal.
+    The other tokens are compared as if end tokens had no probability. LLaDA's appendix means this; its code looks at
+    the noisy logits for one of the two end tokens and misses it at a temperature above 0. At 0 the two agree.
     """
 
     inner: Score
@@ -129,4 +136,5 @@ class DeferredEnds:
     def score(self, logits: Tensor, tokens: Tensor, uniform: Tensor | None) -> Tensor:
         """See `Score.score`; -1 for end tokens, below every probability, also one that underflows to 0."""
         ends = torch.isin(tokens, tokens.new_tensor(self.stop_token_ids))
-        return self.inner.score(logits, tokens, uniform).masked_fill(ends, -1.0)
+        score = self.inner.score(without_tokens(logits, self.stop_token_ids), tokens, uniform)
+        return score.masked_fill(ends, -1.0)
