@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dare_lightning.diffusion.rows import Rows
-from dare_lightning.families.adapters import adapters_disabled, has_adapters
+from dare_lightning.families.adapters import adapters_disabled, has_adapter
 from dare_lightning.families.base import PolicyModel, token_log_probs
 from dare_lightning.methods.plans import accumulated, chunks, recomputed
 from dare_lightning.replay.batch import SequenceBatch
@@ -97,7 +97,7 @@ class DiffusionPolicyModule(L.LightningModule):
         self.gradient_plan: GradientPlan = gradient_plan
         self.rows_per_forward = rows_per_forward
         # In a tuple, so that torch does not register it: the reference is neither trained nor saved.
-        keeps_copy = kl_coef > 0 and not has_adapters(policy)
+        keeps_copy = kl_coef > 0 and not has_adapter(policy)
         self._reference = (copy.deepcopy(policy).requires_grad_(False).eval(),) if keeps_copy else ()
         self._step_metrics: dict[str, list[Tensor]] = {}
 
@@ -282,13 +282,13 @@ class DiffusionPolicyModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """With an adapter, save the adapter alone: the base is read from its own folder again."""
-        if has_adapters(self.policy):
+        if has_adapter(self.policy):
             trained = {f"policy.{name}" for name, p in self.policy.named_parameters() if p.requires_grad}
             checkpoint["state_dict"] = {n: v for n, v in checkpoint["state_dict"].items() if n in trained}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Fill in the frozen weights that an adapter checkpoint leaves out."""
-        if has_adapters(self.policy):
+        if has_adapter(self.policy):
             saved = checkpoint["state_dict"]
             frozen = {n: v for n, v in self.state_dict().items() if n not in saved}
             trained = {f"policy.{name}" for name, p in self.policy.named_parameters() if p.requires_grad}
