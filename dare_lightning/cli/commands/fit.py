@@ -2,11 +2,119 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import shlex
 from pathlib import Path
 
+import lightning as L
+import torch
 from omegaconf import DictConfig
+
+from dare_lightning.callbacks.rollout_checkpoint import RolloutCheckpoint, newest_checkpoint
+from dare_lightning.callbacks.summary import Summary
+from dare_lightning.cli.build import Objects, build
+from dare_lightning.cli.console import say
+from dare_lightning.export import export_policy
+from dare_lightning.families.adapters import has_adapter
+
+log = logging.getLogger(__name__)
 
 
 def run(cfg: DictConfig, run_dir: Path) -> int:
-    """Carry out the command; returns the exit status."""
-    raise NotImplementedError("the command fit is not available yet")
+    """Train, validate, export; returns the exit status."""
+    # Checkpoints hold tensors, numbers and strings only, so that reading one cannot run code.
+    objects = build(cfg, run_dir)
+    resume = resume_path(cfg)
+    summary = next((c for c in objects.trainer.callbacks if isinstance(c, Summary)), None)
+    if summary is not None:
+        summary.show = False
+    objects.trainer.callbacks.insert(0, _SaysHowToResume(run_dir, list(_typed(run_dir))))
+    if resume is None and cfg.get("validate_first", True):
+        objects.trainer.validate(objects.method, datamodule=objects.data, verbose=False)
+    objects.trainer.fit(objects.method, datamodule=objects.data, ckpt_path=resume, weights_only=True)
+    if objects.trainer.interrupted:
+        raise KeyboardInterrupt
+    if objects.trainer.is_global_zero:
+        _finish(cfg, run_dir, objects, summary)
+    return 0
+
+
+def resume_path(cfg: DictConfig) -> str | None:
+    """The checkpoint to go on from: `ckpt_path`, or the newest one where it names a run's folder."""
+    if cfg.ckpt_path is None:
+        return None
+    path = Path(cfg.ckpt_path)
+    if path.is_dir():
+        inside = path / "checkpoints"
+        path = newest_checkpoint(inside if inside.is_dir() else path)
+    log.info("resuming from %s", path)
+    return str(path)
+
+
+def _finish(cfg: DictConfig, run_dir: Path, objects: Objects, summary: Summary | None) -> None:
+    model_dir = run_dir / "model"
+    adapter = has_adapter(objects.policy)  # type: ignore[arg-type]
+    if cfg.get("export_at_end", True):
+        export_policy(objects.policy, model_dir, adapter="keep" if adapter else "merge", force=True)
+    metrics = {name: float(value) for name, value in objects.trainer.callback_metrics.items()}
+    (run_dir / "result.json").write_text(json.dumps(metrics, indent=2), encoding="utf-8")
+    if summary is not None:
+        summary.model_dir = str(model_dir)
+        checkpoint = _last_checkpoint(objects.trainer)
+        summary.next_commands = _next_commands(cfg, checkpoint)
+        print(summary.text(objects.trainer), flush=True)
+
+
+def _last_checkpoint(trainer: L.Trainer) -> Path | None:
+    saved = [c.newest for c in trainer.callbacks if isinstance(c, RolloutCheckpoint)]
+    return saved[0] if saved else None
+
+
+def _next_commands(cfg: DictConfig, checkpoint: Path | None) -> list[str]:
+    program = "python -m dare_lightning"
+    if checkpoint is None:
+        return [f"{program} fit --help"]
+    return [
+        f"{program} generate ckpt_path={checkpoint}",
+        f"{program} eval ckpt_path={checkpoint}",
+        f"{program} export ckpt_path={checkpoint}",
+        f"{program} fit -m method=d1,coupled_grpo",
+        f"mlflow ui --backend-store-uri sqlite:///{cfg.run_root}/mlflow.db",
+    ]
+
+
+def _typed(run_dir: Path) -> list[str]:
+    return (run_dir / "overrides.txt").read_text(encoding="utf-8").splitlines()
+
+
+class _SaysHowToResume(L.Callback):
+    """Prints the command that goes on with this run, once there is a checkpoint for it."""
+
+    def __init__(self, run_dir: Path, typed: list[str]) -> None:
+        self.run_dir = run_dir
+        kept = [word for word in typed if not word.startswith(("ckpt_path=", "run_dir="))]
+        words = [*kept, f"run_dir={run_dir}", f"ckpt_path={run_dir / 'checkpoints'}"]
+        self.command = "python -m dare_lightning fit " + " ".join(shlex.quote(word) for word in words)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        """Before the first batch the starting checkpoint is there."""
+        if self.command and trainer.is_global_zero:
+            say(f"run folder: {self.run_dir}\nif it stops, go on with:\n  {self.command}")
+            log.info("resume: %s", self.command)
+        self.command = ""
+
+
+def load_checkpoint(path: str) -> dict[str, object]:
+    """A training checkpoint's content, read without running any code.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        content: dict[str, object] = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} is damaged and cannot be read: {error}") from error
+    return content

@@ -1,0 +1,104 @@
+"""Configuration -> objects -> Trainer. The only place that builds things."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import lightning as L
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig, OmegaConf
+
+from dare_lightning.callbacks.progress import Progress
+from dare_lightning.callbacks.rollout import RolloutCallback
+from dare_lightning.callbacks.tracking import MLflowLogger
+from dare_lightning.callbacks.validation import HeldOutValidation
+from dare_lightning.cli.errors import UserError
+from dare_lightning.datamodules.prompts import PromptDataModule
+from dare_lightning.families.base import PolicyModel
+from dare_lightning.methods.base import DiffusionPolicyModule
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Objects:
+    """Everything a run is made of."""
+
+    policy: PolicyModel
+    data: Any
+    method: DiffusionPolicyModule
+    trainer: L.Trainer
+
+
+def build_policy(cfg: DictConfig) -> PolicyModel:
+    """The policy, adapted where `peft` says so."""
+    policy = cast(PolicyModel, instantiate(cfg.model))
+    if cfg.get("peft"):
+        report = instantiate(cfg.peft).apply(policy)
+        log.info("%s", report)
+    elif not any(p.requires_grad for p in cast(torch.nn.Module, policy).parameters()):
+        raise UserError("no parameter of the model can be trained")
+    return policy
+
+
+def build(cfg: DictConfig, run_dir: Path) -> Objects:
+    """All objects of a run, checked against each other before anything is generated or trained.
+
+    Raises:
+        UserError, ValueError: parts that do not fit each other.
+    """
+    L.seed_everything(cfg.seed, workers=True, verbose=False)  # dropout and third-party code; our draws have streams
+    policy = build_policy(cfg)
+    data = instantiate(cfg.data, policy=policy)
+    method = instantiate(cfg.method, policy=policy)
+    _check_pair(method, data, cfg)
+    callbacks = build_callbacks(cfg, method)
+    trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=build_loggers(cfg, run_dir))
+    trainer.accumulate_grad_batches = data.micro_batches_per_step(trainer.world_size)
+    return Objects(policy, data, method, trainer)
+
+
+def _check_pair(method: DiffusionPolicyModule, data: Any, cfg: DictConfig) -> None:
+    name = type(method).__name__
+    if method.online and not isinstance(data, PromptDataModule):
+        raise UserError(f"{name} trains on rollouts and needs prompts; choose data=gsm8k, math, countdown or sudoku")
+    if not method.online and isinstance(data, PromptDataModule):
+        raise UserError(f"{name} trains on given answers; choose data=sft, gsm8k_sft or sudoku_sft")
+    if method.online and not cfg.get("rollout"):
+        raise UserError(f"{name} needs a rollout; choose rollout=builtin")
+    if cfg.trainer.get("accumulate_grad_batches", 1) != 1:
+        raise UserError(
+            "trainer.accumulate_grad_batches follows from the data's sizes; set data.micro_batch instead of it"
+        )
+
+
+def build_callbacks(cfg: DictConfig, method: DiffusionPolicyModule) -> list[L.Callback]:
+    """The rollout first, so that it has collected before anything looks at an epoch."""
+    callbacks: list[L.Callback] = []
+    if cfg.get("rollout") and method.online:
+        callbacks.append(instantiate(cfg.rollout))
+    callbacks += [instantiate(node) for node in (cfg.get("callbacks") or {}).values()]
+    progress = next((c for c in callbacks if isinstance(c, Progress)), None)
+    for callback in callbacks if progress is not None else []:
+        if isinstance(callback, RolloutCallback):
+            callback.progress = progress.rollout_progress("rollout")
+        elif isinstance(callback, HeldOutValidation):
+            callback.progress = progress.rollout_progress("held-out")
+    return callbacks
+
+
+def build_loggers(cfg: DictConfig, run_dir: Path) -> list[Logger]:
+    """The trackers, told the full configuration."""
+    loggers: list[Logger] = [instantiate(node) for node in (cfg.get("logger") or {}).values()]
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    for logger in loggers:
+        if isinstance(logger, MLflowLogger):
+            logger.log_config(cast(dict[str, Any], plain))
+        else:
+            logger.log_hyperparams(cast(dict[str, Any], plain))
+    return loggers

@@ -1,0 +1,81 @@
+"""Small policies in a published layout, made from scratch: for the tasks inside the package, and to try things out."""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+from dare_lightning.families.llada import LLaDA
+
+PAD, BOS, EOS, END_OF_TURN, MASK, USER, ASSISTANT = range(7)
+SPECIAL_TOKENS = ("<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|eot_id|>", "<|mdm_mask|>", "<|user|>", "<|assistant|>")
+ALPHABET = string.digits + " \n" + string.punctuation + string.ascii_letters
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|' ~ message['role'] ~ '|>' ~ message['content'] ~ '<|eot_id|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def character_tokenizer() -> Any:
+    """One token for each printable character; unknown characters read as `?`."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    table = {name: number for number, name in enumerate([*SPECIAL_TOKENS, *ALPHABET])}
+    tokenizer = Tokenizer(models.WordLevel(table, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=SPECIAL_TOKENS[PAD],
+        bos_token=SPECIAL_TOKENS[BOS],
+        eos_token=SPECIAL_TOKENS[EOS],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def llada_config(layers: int, width: int, heads: int, vocabulary: int) -> dict[str, Any]:
+    """A complete config.json of a LLaDA model of this size; the inner width of its MLP is twice `width`."""
+    off = ("alibi", "bias_for_layer_norm", "include_bias", "include_qkv_bias", "input_emb_norm", "scale_logits")
+    return dict.fromkeys((*off, "attention_layer_norm", "weight_tying", "use_cache"), False) | {
+        "activation_type": "silu",
+        "architectures": ["LLaDAModelLM"],
+        "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_llada.LLaDAConfig",
+            "AutoModel": "modeling_llada.LLaDAModelLM",
+            "AutoModelForCausalLM": "modeling_llada.LLaDAModelLM",
+        },
+        "block_group_size": 1,
+        "block_type": "llama",
+        "d_model": width,
+        "embedding_dropout": 0.0,
+        "embedding_size": vocabulary,
+        "eos_token_id": EOS,
+        "layer_norm_type": "rms",
+        "mask_token_id": MASK,
+        "max_sequence_length": 512,
+        "mlp_hidden_size": 2 * width,
+        "mlp_ratio": 2,
+        "model_type": "llada",
+        "n_heads": heads,
+        "n_kv_heads": heads,
+        "n_layers": layers,
+        "pad_token_id": PAD,
+        "residual_dropout": 0.0,
+        "rms_norm_eps": 1e-5,
+        "rope": True,
+        "rope_full_precision": True,
+        # Sequences are a few dozen tokens long; a large base would leave most angles unused.
+        "rope_theta": 100.0,
+        "torch_dtype": "float32",
+        "vocab_size": vocabulary,
+    }
+
+
+def new_tiny_llada(layers: int = 3, width: int = 64, heads: int = 4, seed: int = 0) -> LLaDA:
+    """A LLaDA policy over characters with random weights that depend on `seed` alone."""
+    tokenizer = character_tokenizer()
+    return LLaDA.from_config(llada_config(layers, width, heads, len(tokenizer)), tokenizer, seed)
