@@ -89,6 +89,8 @@ def encode_prompt(tokenizer: Any, messages: Messages) -> list[int]:
     Raises:
         TemplateError: see `render`.
     """
+    if messages and messages[-1]["role"] == "assistant":
+        return encode_prompt(tokenizer, messages[:-1]) + _encode(tokenizer, [messages[-1]["content"]])[0]
     text = render(tokenizer, messages, True)
     try:
         spans = _answer_spans(tokenizer, messages, text, True)
@@ -165,8 +167,8 @@ def _shorten(ids: list[int], supervised: list[bool], max_length: int, eos_token_
 def _answer_spans(tokenizer: Any, messages: Messages, text: str, add_generation_prompt: bool) -> list[tuple[int, int]]:
     """Where each answer lies in the rendered text.
 
-    It starts where the generation prompt ends, and stops where a different answer would. Nothing is searched for in the text, so neither a header with ordinary words in it nor an answer that quotes a
-    header can mislead.
+    It starts where the generation prompt ends, and stops where a different answer would. Nothing is searched for
+    in the text, so neither a header with ordinary words in it nor an answer that quotes a header can mislead.
     """
     spans = []
     for place, turn in enumerate(messages):

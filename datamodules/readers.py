@@ -74,7 +74,8 @@ def to_examples(table: RowTable, dropped: Counter[str] | None = None) -> list[Ex
     """Prompts with their reference answers.
 
     The ground truth is verl's `reward_model.ground_truth`; else a column `ground_truth`, `solution` or `answer`;
-    else the row's own answer. It is "" where a row has none. All other columns are in `extra`.
+    else the row's own answer. It is "" where the data set has none at all; a row that lacks it alone is dropped.
+    All other columns are in `extra`.
 
     Args:
         dropped: counts the rows that were left out, by reason.
@@ -93,6 +94,9 @@ def to_examples(table: RowTable, dropped: Counter[str] | None = None) -> list[Ex
             _count(dropped, "no prompt")
             continue
         truth = _ground_truth(cell, layout, "" if last is None else turns[last]["content"])
+        if truth is None:
+            _count(dropped, "no ground truth")
+            continue
         columns = cell.mapping("extra_info") if layout == "verl" else row
         extra = {key: value for key, value in columns.items() if value is not None and key not in LAYOUTS[layout]}
         examples.append(Example(prompt, truth, extra, _source(cell), number))
@@ -232,15 +236,18 @@ def _asks(turns: Sequence[Mapping[str, str]]) -> bool:
     return any(turn["content"].strip() for turn in turns if turn["role"] == "user")
 
 
-def _ground_truth(cell: _Cell, layout: Layout, answer: str) -> str:
+def _ground_truth(cell: _Cell, layout: Layout, answer: str) -> str | None:
+    """The reference answer, "" where the layout has no place for one, None where that place is empty."""
     if layout == "verl":
         name, value = "reward_model.ground_truth", cell.mapping("reward_model").get("ground_truth")
     else:
-        name = next((column for column in _TRUTH_COLUMNS if cell.row.get(column) is not None), "")
-        value = cell.row[name] if name else answer
+        name = next((column for column in _TRUTH_COLUMNS if column in cell.table.columns), "")
+        if not name:
+            return answer
+        value = cell.row.get(name)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
-    return cell.text(name, value)
+    return cell.text(name, value) or None
 
 
 def _source(cell: _Cell) -> str:
