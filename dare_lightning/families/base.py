@@ -41,7 +41,7 @@ class PolicyModel(Protocol):
     config: dict[str, Any]
 
     def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Aligned final hidden states, float [B, L, H]; attention_mask is bool [B, L] over keys, True = token exists."""
+        """Aligned final hidden states, float [B, L, H]; attention_mask is bool [B, L] over keys, True = it exists."""
         ...
 
     def denoise(self, noisy_ids: Tensor, clean_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:

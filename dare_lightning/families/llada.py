@@ -229,7 +229,7 @@ class LLaDA(nn.Module):
 
         Args:
             path: a folder, or a hub name where no such folder exists.
-            dtype: "float32" or "bfloat16"; None keeps what the files hold.
+            dtype: "float32", "bfloat16" or "float16"; None or "auto" keeps what the files hold.
             attention, gradient_checkpointing: as for the constructor.
 
         Raises:
@@ -329,11 +329,11 @@ def _mlp_width(config: dict[str, Any]) -> int:
 
 
 def _check_positive(key: str, value: Any) -> Any:
-    allowed: tuple[type, ...] = (int, float) if key in ("rms_norm_eps", "rope_theta", "mlp_ratio") else (int,)
-    if not isinstance(value, allowed) or isinstance(value, bool) or value <= 0:
-        raise ValueError(
-            f"config.json says {key}={value!r}; it must be a positive {' or '.join(t.__name__ for t in allowed)}"
-        )
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    whole = key not in ("rms_norm_eps", "rope_theta", "mlp_ratio")
+    if not number or value <= 0 or (whole and value != int(value)):
+        kind = "whole number" if whole else "number"
+        raise ValueError(f"config.json says {key}={value!r}; it must be a positive {kind}")
     return value
 
 

@@ -6,13 +6,14 @@ import importlib
 import inspect
 import pkgutil
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import nn
 
 import dare_lightning.families as package
+from dare_lightning.families.adapters import CONFIG_FILE, load_adapter
 from dare_lightning.families.base import PolicyModel
-from dare_lightning.families.checkpoint import read_config, resolve_folder
+from dare_lightning.families.checkpoint import read_config, read_json, resolve_folder
 
 
 @runtime_checkable
@@ -30,7 +31,7 @@ class Family(Protocol):
 
 def families() -> list[Any]:
     """Every family class of the package, in the order of the module names."""
-    found = []
+    found: list[Any] = []
     for info in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{package.__name__}.{info.name}")
         for _, member in inspect.getmembers(module, inspect.isclass):
@@ -54,7 +55,16 @@ def find_family(config: dict[str, Any], folder: Path) -> Any:
 
 
 def check_family(expected: type, config: dict[str, Any], folder: Path) -> None:
-    """Raise ValueError, naming the family that does read it, where `expected` does not read this config.json."""
+    """Compare a checkpoint with the family that is about to read it.
+
+    Raises:
+        ValueError: another family reads it (the message names it), or the folder also holds an adapter.
+    """
+    if (folder / CONFIG_FILE).is_file():
+        raise ValueError(
+            f"{folder} holds a complete model and an adapter ({CONFIG_FILE}), and nothing says whether the adapter is "
+            "merged already; move the adapter files to a folder of their own"
+        )
     found = find_family(config, folder)
     if found is not expected:
         raise ValueError(
@@ -75,8 +85,19 @@ def load_policy(path: str, **options: Any) -> PolicyModel:
         ValueError: no family reads it, or its content is damaged.
     """
     folder = resolve_folder(path)
+    if (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file():
+        policy = load_policy(_base_of(folder), **options)
+        load_adapter(cast(nn.Module, policy), folder)
+        return policy
     config = read_config(folder)
     return find_family(config, folder).from_pretrained(str(folder), **options)
+
+
+def _base_of(folder: Path) -> str:
+    base = read_json(folder / CONFIG_FILE).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"{folder} holds an adapter that names no base model; load the base, then the adapter")
+    return base
 
 
 def _describe(config: dict[str, Any]) -> str:

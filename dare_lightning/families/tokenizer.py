@@ -108,7 +108,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file():
             merged |= {key: value for key, value in read_json(folder / name).items() if value is not None}
-    settings = {name: _content(merged[name]) for name in _SPECIAL_NAMES if name in merged}
+    settings: dict[str, Any] = {name: _content(merged[name]) for name in _SPECIAL_NAMES if name in merged}
     extra = merged.get("additional_special_tokens", merged.get("extra_special_tokens"))
     if isinstance(extra, list):
         settings["additional_special_tokens"] = [_content(token) for token in extra]

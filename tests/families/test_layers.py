@@ -1,0 +1,74 @@
+"""Attention kernels, rotary positions and normalisation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dare_lightning.families import layers
+
+
+@pytest.mark.parametrize("kernel", layers.ATTENTION_KERNELS.values(), ids=layers.ATTENTION_KERNELS)
+def test_attention_ignores_masked_keys(kernel):
+    q, k, v = torch.randn(3, 2, 4, 6, 8, dtype=torch.float64).unbind(0)
+    mask = torch.tensor([[True] * 4 + [False] * 2, [True] * 6])
+    whole = kernel(q, k, v, mask)
+    torch.testing.assert_close(whole[:1], kernel(q[:1], k[:1, :, :4], v[:1, :, :4], None))
+    torch.testing.assert_close(whole[1:], kernel(q[1:], k[1:], v[1:], None))
+
+
+@pytest.mark.parametrize("kernel", layers.ATTENTION_KERNELS.values(), ids=layers.ATTENTION_KERNELS)
+def test_a_row_without_keys_is_finite(kernel):
+    q, k, v = torch.randn(3, 1, 2, 3, 4).unbind(0)
+    assert kernel(q, k, v, torch.zeros(1, 3, dtype=torch.bool)).isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", layers.ATTENTION_KERNELS.values(), ids=layers.ATTENTION_KERNELS)
+def test_query_heads_share_key_heads_in_consecutive_groups(kernel):
+    q = torch.randn(1, 4, 3, 2, dtype=torch.float64)
+    k, v = torch.randn(2, 1, 2, 3, 2, dtype=torch.float64).unbind(0)
+    grouped = kernel(q, k, v, None)
+    for head in range(4):
+        own = slice(head // 2, head // 2 + 1)
+        torch.testing.assert_close(
+            grouped[:, head : head + 1], kernel(q[:, head : head + 1], k[:, own], v[:, own], None)
+        )
+
+
+def test_an_unknown_kernel_names_the_known_ones():
+    with pytest.raises(ValueError, match="'flash'.*eager, sdpa"):
+        layers.attention_kernel("flash")
+
+
+def test_rotation_by_hand():
+    # Head size 2, position 1: one angle of 1 radian.
+    cos, sin = layers.rotary_tables(torch.tensor([1]), 2, 10000.0, torch.float64)
+    turned = layers.rotate(torch.tensor([[[[1.0, 0.0]]]], dtype=torch.float64), cos, sin)
+    torch.testing.assert_close(turned.flatten(), torch.tensor([math.cos(1), math.sin(1)], dtype=torch.float64))
+
+
+def test_rotated_products_depend_on_distance_alone():
+    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64).unbind(0)
+
+    def product(at_q: int, at_k: int) -> torch.Tensor:
+        turn = [layers.rotary_tables(torch.tensor([at]), 8, 100.0, torch.float64) for at in (at_q, at_k)]
+        return (layers.rotate(q, *turn[0]) * layers.rotate(k, *turn[1])).sum()
+
+    torch.testing.assert_close(product(5, 2), product(105, 102))
+    assert (product(5, 2) - product(5, 3)).abs() > 1e-3
+
+
+def test_the_norm_multiplies_its_weight_after_rounding():
+    norm = layers.RMSNorm(64, 1e-5).to(torch.bfloat16)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    wide = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
+    assert torch.equal(norm(x), wide.to(torch.bfloat16) * norm.weight)
+
+
+def test_no_mask_is_needed_where_every_token_exists():
+    assert layers.needed_key_mask(torch.ones(2, 3, dtype=torch.bool)) is None
+    partial = torch.tensor([[True, False]])
+    assert layers.needed_key_mask(partial) is not None
