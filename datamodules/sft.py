@@ -41,6 +41,7 @@ class DataReport:
         rows: rows read.
         dropped: rows left out, by reason.
         cut: rows kept whose answer max_length shortened.
+        held_out: rows kept that are not trained on.
         prompt_tokens, answer_tokens: lengths of the kept rows; everything before the first supervised token is
             prompt, all supervised tokens are answer.
     """
@@ -50,19 +51,21 @@ class DataReport:
     rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     cut: int = 0
+    held_out: int = 0
     prompt_tokens: list[int] = field(default_factory=list)
     answer_tokens: list[int] = field(default_factory=list)
 
     @property
     def kept(self) -> int:
-        """Rows that are used."""
+        """Rows that are used, held out or not."""
         return len(self.prompt_tokens)
 
     def __str__(self) -> str:
         text = f"{self.source} ({self.layout} layout): {self.kept} of {self.rows} rows"
         for reason, count in sorted(self.dropped.items()):
             text += f"; {count} dropped: {reason}"
-        return text + (f"; {self.cut} answers cut at max_length" if self.cut else "")
+        text += f"; {self.cut} answers cut at max_length" if self.cut else ""
+        return text + (f"; {self.held_out} held out" if self.held_out else "")
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,7 @@ class SFTDataModule(L.LightningDataModule):
         held = {s.index for s in samples if heldout is None and is_held_out(s.index, self.val_share)}
         self.train = [s for s in samples if s.index not in held]
         self.heldout += [s for s in samples if s.index in held]
+        self.report.held_out = len(held)
         if not self.train:
             raise ValueError(f"no conversation to train on is left: {self.report}")
         for report in (self.report, self.val_report):
