@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dare_lightning.cli.diagnose import explain
+from dare_lightning.cli.diagnose import explain, unreadable
 from dare_lightning.cli.errors import UserError
 from dare_lightning.cli.tree import PACKAGED, ConfTree
 
@@ -30,13 +35,9 @@ def compose(command: str, overrides: Sequence[str], config_dirs: Sequence[Path] 
         UserError: something is misspelt or does not fit; every mistake found is listed.
     """
     OmegaConf.register_new_resolver("asset", asset, replace=True)
-    searched = list(overrides)
-    if config_dirs:
-        folders = ",".join(f"'file://{folder.resolve()}'" for folder in config_dirs)
-        searched.append(f"hydra.searchpath=[{folders}]")
     try:
         with hydra.initialize_config_dir(str(PACKAGED), job_name=command, version_base="1.3"):
-            return hydra.compose(command, searched, return_hydra_config=True)
+            return hydra.compose(command, [*overrides, *_search(config_dirs)], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(command, overrides, ConfTree(config_dirs), error) from error
 
@@ -64,13 +65,51 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
     Raises:
         UserError: an override cannot be read, or sweeps over a continuous interval.
     """
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra._internal.utils import create_config_search_path
-
     loader = ConfigLoaderImpl(create_config_search_path(str(PACKAGED)))
+    values: list[list[str]] = []
+    for text in overrides:
+        try:
+            parsed = OverridesParser.create(config_loader=loader).parse_overrides([text])[0]
+        except HydraException as error:
+            raise UserError(unreadable(text, error)) from error
+        if not parsed.is_sweep_override():
+            values.append([text])
+        elif parsed.is_discrete_sweep():
+            key = parsed.get_key_element()
+            values.append([f"{key}={value}" for value in parsed.sweep_string_iterator()])
+        else:
+            raise UserError(f"{text}: an interval needs a sweeper that draws from it, e.g. hydra/sweeper=optuna")
+    return [list(job) for job in itertools.product(*values)]
+
+
+def multirun_with_plugins(
+    command: str, overrides: Sequence[str], config_dirs: Sequence[Path], folder: Path, task: Callable[..., Any]
+) -> str:
+    """Hydra's own multirun, for its launcher and sweeper plugins; returns what a plugin raised, "" where nothing.
+
+    Args:
+        folder: of the sweep; job n gets `folder/n`.
+        task: called with each job's configuration, possibly in another process.
+    """
+    quiet = [
+        f"hydra.sweep.dir='{folder.resolve()}'",
+        "hydra.sweep.subdir='${hydra.job.num}'",
+        "hydra.output_subdir=null",
+        "hydra/job_logging=disabled",
+        "hydra/hydra_logging=disabled",
+    ]
+    OmegaConf.register_new_resolver("asset", asset, replace=True)
     try:
-        parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
-        return [list(job) for job in BasicSweeper.split_arguments(parsed, None)[0]]
-    except HydraException as error:
-        raise UserError(str(error).splitlines()[0]) from error
+        with hydra.initialize_config_dir(str(PACKAGED), job_name=command, version_base="1.3"):
+            runner = GlobalHydra.instance().hydra
+            assert runner is not None
+            words = [*quiet, *overrides, *_search(config_dirs)]
+            runner.multirun(command, task, words, with_log_configuration=False)
+    except (HydraException, OmegaConfBaseException, RuntimeError, ImportError) as error:
+        return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    return ""
+
+
+def _search(config_dirs: Sequence[Path]) -> list[str]:
+    folders = ",".join(f"'file://{folder.resolve()}'" for folder in config_dirs)
+    return [f"hydra.searchpath=[{folders}]"] if folders else []

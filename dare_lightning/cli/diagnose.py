@@ -24,8 +24,8 @@ def explain(command: str, overrides: Sequence[str], tree: ConfTree, error: Excep
     for text in overrides:
         try:
             parsed = OverridesParser.create().parse_overrides([text])[0]
-        except OverrideParseException as unreadable:
-            problems.append(_unreadable(text, unreadable))
+        except OverrideParseException as unparsed:
+            problems.append(unreadable(text, unparsed))
             continue
         problem = _group_problem(command, parsed, tree)
         if problem is not None:
@@ -52,7 +52,8 @@ def _compose(command: str, overrides: list[str], tree: ConfTree) -> DictConfig |
         return None
 
 
-def _unreadable(text: str, error: OverrideParseException) -> str:
+def unreadable(text: str, error: Exception) -> str:
+    """What to do about an override that Hydra's grammar rejects."""
     if "=" not in text and not text.startswith("~"):
         near = closest(text, COMMANDS, 1)
         return f"{text}: expected key=value" + (f"; did you mean the command {near[0]}?" if near else "")

@@ -21,7 +21,9 @@ USED_MOST = {
         " data.prompts_per_rollout data.inner_epochs completion.max_new_tokens completion.steps"
         " rollout.backend.temperature"
     ),
-    "eval": "ckpt_path model.path data.path seed completion.max_new_tokens completion.steps rollout.backend.temperature",
+    "eval": (
+        "ckpt_path model.path data.path seed completion.max_new_tokens completion.steps rollout.backend.temperature"
+    ),
     "generate": (
         "prompt prompts_path count ckpt_path model.path json seed completion.max_new_tokens completion.steps"
         " rollout.backend.temperature"

@@ -36,6 +36,15 @@ def quote_path(override: str, sweep: bool = False) -> str:
     return f"{key}={_quoted(value)}"
 
 
+def unquote_path(override: str) -> str:
+    """The override as one would type it, where `quote_path` makes the same of it again."""
+    match = _OVERRIDE.match(override)
+    if match is None or not is_path_key(match[1]) or not re.fullmatch(r"'[^'\\]*'", match[2]):
+        return override
+    typed = f"{match[1]}={match[2][1:-1]}"
+    return typed if quote_path(typed) == override else override
+
+
 def _split(value: str) -> list[str]:
     """Split at commas outside quotes."""
     return re.findall(r"(?:'[^']*'|\"[^\"]*\"|[^,])+", value)

@@ -1,0 +1,43 @@
+"""Command lines as real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.shared import ROOT
+
+Finished = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """The environment of a process that runs the checkout from any folder."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def dare(tmp_path: Path, environment: dict[str, str]) -> Callable[..., Finished]:
+    """Runs `python -m dare_lightning` in an empty folder; `module=` names another program."""
+
+    def run(*words: str, module: str = "dare_lightning", python: tuple[str, ...] = ()) -> Finished:
+        command = [sys.executable, *python, "-m", module, *words]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+@pytest.fixture
+def tiny(dare: Callable[..., Finished], tmp_path: Path) -> Callable[..., Finished]:
+    """The same program with a `fit` that ends in a moment, and a model folder that exists."""
+
+    def run(*words: str) -> Finished:
+        fixed = () if "--rerun-failed" in words else (f"model.path={tmp_path}", "logger=none")
+        return dare("fit", *words, *fixed, module="tests.cli.program")
+
+    return run

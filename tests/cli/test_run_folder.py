@@ -1,0 +1,62 @@
+"""What a run leaves behind, however it ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import yaml
+
+from dare_lightning.cli.run_folder import new_folder
+from tests.cli.conftest import Finished
+
+Tiny = Callable[..., Finished]
+
+
+def _run(tmp_path: Path) -> Path:
+    (folder,) = (tmp_path / "runs" / "fit").iterdir()
+    return folder
+
+
+def test_a_run_saves_its_configuration_and_its_log(tiny: Tiny, tmp_path: Path) -> None:
+    result = tiny("seed=7")
+    folder = _run(tmp_path)
+    assert result.returncode == 0
+    cfg = yaml.safe_load((folder / "config.yaml").read_text())
+    assert cfg["seed"] == 7
+    assert cfg["callbacks"]["checkpoint"]["folder"].endswith(f"{folder.name}/checkpoints")
+    assert "seed=7\n" in (folder / "overrides.txt").read_text()
+    assert "training with seed 7" in (folder / "job.log").read_text()
+    assert json.loads((folder / "status.json").read_text())["status"] == "finished"
+
+
+def test_a_failed_run_shows_one_line_and_logs_the_traceback(tiny: Tiny, tmp_path: Path) -> None:
+    result = tiny("seed=1")
+    folder = _run(tmp_path)
+    assert result.returncode == 1
+    assert "error: loss is NaN at step 3" in result.stderr
+    assert "Traceback" not in result.stderr
+    log = (folder / "job.log").read_text()
+    assert "Traceback" in log
+    assert "ValueError: loss is NaN at step 3" in log
+    assert json.loads((folder / "status.json").read_text())["status"] == "failed"
+
+
+def test_an_unforeseen_error_names_its_kind(tiny: Tiny) -> None:
+    assert "error: RuntimeError: the buffer is empty" in tiny("seed=2").stderr
+
+
+def test_ctrl_c_ends_with_130_and_a_short_line(tiny: Tiny) -> None:
+    result = tiny("seed=3")
+    assert result.returncode == 130
+    assert "interrupted" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_folders_made_in_the_same_second_differ(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda _: new_folder(tmp_path, "fit"), range(16)))
+    assert len(set(folders)) == 16
+    assert all("=" not in folder.name for folder in folders)
