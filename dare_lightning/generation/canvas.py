@@ -31,6 +31,7 @@ class Canvas:
         block: int64 [B], the block each row works on.
         step: int64 [B], passes the row has made in that block.
         block_masks: int64 [B], masks the block held when the row entered it.
+        alike: int64 [B], the first row with the same prompt; before their first pass such rows hold the same canvas.
         block_length: G must be a multiple of it.
     """
 
@@ -43,6 +44,7 @@ class Canvas:
     block: Tensor
     step: Tensor
     block_masks: Tensor
+    alike: Tensor
     block_length: int
 
     @property
@@ -116,6 +118,7 @@ def masked_canvas(
     """A canvas of these prompts, left-padded to the longest, each followed by `new_tokens` masks."""
     prompt_ids, exists = left_pad(prompts, pad_token_id)
     count = len(prompts)
+    first_of = {tuple(prompt): row for row, prompt in reversed(list(enumerate(prompts)))}
     masks = torch.full((count, new_tokens), mask_token_id)
     attention = torch.cat([exists, torch.ones(count, new_tokens, dtype=torch.bool)], 1)
     zeros = torch.zeros(count, dtype=torch.int64, device=device)
@@ -129,5 +132,6 @@ def masked_canvas(
         block=zeros.clone(),
         step=zeros.clone(),
         block_masks=torch.full_like(zeros, block_length),
+        alike=torch.tensor([first_of[tuple(prompt)] for prompt in prompts], device=device),
         block_length=block_length,
     )

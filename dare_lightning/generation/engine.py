@@ -49,6 +49,8 @@ class Forward(Protocol):
 class FullForward:
     """Read the whole canvas; with `cfg_scale` above 0 also one whose prompt is masked, in the same call.
 
+    Before anything is written, rows with the same prompt (a group) hold the same canvas, which is read once.
+
     Guided logits are l_u + (cfg_scale + 1) (l_c - l_u). Source: LLaDA, arXiv:2502.09992, unsupervised guidance.
     """
 
@@ -56,6 +58,9 @@ class FullForward:
 
     def hidden(self, policy: PolicyModel, canvas: Canvas, rows: Tensor, stats: Stats) -> list[Tensor]:
         """See `Forward.hidden`."""
+        shared: Tensor | slice = slice(None)
+        if not bool(canvas.forward_passes[rows].any()):
+            rows, shared = canvas.alike[rows].unique(return_inverse=True)
         ids = canvas.ids[rows]
         mask = None if canvas.attention_mask is None else canvas.attention_mask[rows]
         copies = 1
@@ -69,7 +74,7 @@ class FullForward:
         stats.row_forwards += ids.shape[0]
         stats.tokens += ids.numel()
         hidden = policy.hidden_states(ids, mask)[:, canvas.prompt_width :]
-        return list(hidden.chunk(copies))
+        return [states[shared] for states in hidden.chunk(copies)]
 
     def mix(self, logits: list[Tensor]) -> Tensor:
         """See `Forward.mix`."""

@@ -200,6 +200,19 @@ def test_the_cost_is_counted(backend):
     assert batch.forward_passes.tolist() == [4, 4, 4]
 
 
+@pytest.mark.parametrize("cfg_scale", [0.0, 1.5])
+def test_the_first_pass_reads_each_prompt_of_a_group_once(backend, cfg_scale):
+    prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[0], PROMPTS[2], PROMPTS[0]]
+    together = backend(steps=4, temperature=1.0, cfg_scale=cfg_scale)
+    batch = together.generate(prompts, [4, 5, 6, 7, 8])
+    assert together.stats.row_forwards == (2 + 3 * 5) * (2 if cfg_scale else 1)
+    assert batch.forward_passes.tolist() == [4] * 5
+    alone = backend(steps=4, temperature=1.0, cfg_scale=cfg_scale, max_batch_tokens=1)
+    separately = alone.generate(prompts, [4, 5, 6, 7, 8])
+    assert torch.equal(batch.ids, separately.ids)
+    assert torch.equal(batch.commit_step, separately.commit_step)
+
+
 def test_progress_counts_denoising_steps_over_all_batches(backend):
     told = []
     backend(steps=4, max_new_tokens=8, max_batch_tokens=20).generate(

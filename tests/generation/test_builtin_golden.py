@@ -36,6 +36,7 @@ def test_generation_equals_the_published_sampler(path):
     for case in golden["cases"]:
         assert case["eos_id"] == policy.eos_token_id
         assert case["mask_id"] == policy.mask_token_id
+        assert case["eot_id"] in policy.stop_token_ids
         check_case(policy, case)
 
 
