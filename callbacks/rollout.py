@@ -146,7 +146,7 @@ class RolloutCallback(L.Callback):
             sample_index=torch.tensor(prompts.sample_index).to(device),
             group_index=groups.to(device),
             reward=rewards.to(device),
-            advantage=group_advantages(rewards, groups, method.advantages).to(device),
+            advantage=group_advantages(rewards, groups, method.advantages).advantage.to(device),
         )
 
     def _frozen(self, data: PromptDataModule, method: DiffusionPolicyModule, batch: SequenceBatch) -> SequenceBatch:

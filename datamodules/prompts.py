@@ -18,7 +18,7 @@ from dare_lightning.diffusion.noise import derive_seed, generator
 from dare_lightning.families.base import PolicyModel
 from dare_lightning.parallel.collectives import gather_objects, rank_and_world, sum_over_ranks
 from dare_lightning.replay.batch import SequenceBatch
-from dare_lightning.replay.loader import MicroBatchLoader, Window
+from dare_lightning.replay.loader import START, MicroBatchLoader, Window
 from dare_lightning.rewards.base import Example, Reward
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,10 @@ class Prompts:
     seeds: list[int]
     sample_index: list[int]
     group_index: list[int]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Prompts:
+        """Itself: prompts are lists, and Lightning moves whatever it gets."""
+        return self
 
 
 @dataclass
@@ -123,6 +127,7 @@ class PromptDataModule(L.LightningDataModule):
         self.train: list[tuple[Example, list[int]]] = []
         self.heldout: list[tuple[Example, list[int]]] = []
         self.loader: MicroBatchLoader | None = None
+        self._position = START
         self._check_sizes()
 
     def _check_sizes(self) -> None:
@@ -241,7 +246,9 @@ class PromptDataModule(L.LightningDataModule):
         """The buffer of this rollout, collected if it is not there. Every rank must call it."""
         if self.buffer.rollout != rollout or self.buffer.batch is None:
             if self.collector is None:
-                raise RuntimeError("nothing collects rollouts: an online method needs the rollout callback (rollout=builtin)")
+                raise RuntimeError(
+                    "nothing collects rollouts: an online method needs the rollout callback (rollout=builtin)"
+                )
             batch, metrics = self.collector.collect(rollout)
             self.buffer = Buffer(rollout, batch, metrics)
         assert self.buffer.batch is not None
@@ -271,10 +278,8 @@ class PromptDataModule(L.LightningDataModule):
         def total(counts: Tensor) -> Tensor:
             return sum_over_ranks(counts, trainer.strategy.root_device)
 
-        state = self.loader.state_dict() if self.loader is not None else None
         self.loader = MicroBatchLoader(lambda epoch: list(self._windows(epoch)), length, module.count, total)
-        if state is not None:
-            self.loader.load_state_dict(state)
+        self.loader.load_state_dict(self._position)
         return self.loader
 
     def val_dataloader(self) -> DataLoader:
@@ -291,7 +296,7 @@ class PromptDataModule(L.LightningDataModule):
         return DataLoader([prompts], batch_size=None)  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
-        """The buffer of every rank, where the checkpoint is taken inside a rollout."""
+        """The loader's position, and the buffer of every rank where the checkpoint is taken inside a rollout."""
         inside = self.loader is not None and 0 < self.loader.position < self.loader.length
         mine = None
         if inside and self.buffer.batch is not None:
@@ -300,10 +305,13 @@ class PromptDataModule(L.LightningDataModule):
                 "metrics": self.buffer.metrics,
                 "columns": {name: value.cpu() for name, value in self.buffer.batch.columns()},
             }
-        return {"buffers": gather_objects(mine)}
+        # Lightning hands the loader its state back on some resumes and not on those from the end of an epoch.
+        position = self._position if self.loader is None else self.loader.state_dict()
+        return {"position": position, "buffers": gather_objects(mine)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's buffer back."""
+        """Take the position and this rank's buffer back."""
+        self._position = state_dict["position"]
         buffers = state_dict["buffers"]
         rank, world = rank_and_world()
         if all(saved is None for saved in buffers):

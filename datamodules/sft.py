@@ -21,7 +21,7 @@ from dare_lightning.diffusion.noise import derive_seed, generator
 from dare_lightning.families.base import PolicyModel
 from dare_lightning.parallel.collectives import rank_and_world, sum_over_ranks
 from dare_lightning.replay.batch import SequenceBatch
-from dare_lightning.replay.loader import MicroBatchLoader, Window
+from dare_lightning.replay.loader import START, MicroBatchLoader, Window
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +141,7 @@ class SFTDataModule(L.LightningDataModule):
         self.report: DataReport | None = None
         self.val_report: DataReport | None = None
         self.loader: MicroBatchLoader | None = None
+        self._position = START
         self._check_settings()
 
     def _check_settings(self) -> None:
@@ -306,11 +307,17 @@ class SFTDataModule(L.LightningDataModule):
         def total(counts: Tensor) -> Tensor:
             return sum_over_ranks(counts, trainer.strategy.root_device)
 
-        state = self.loader.state_dict() if self.loader is not None else None
         self.loader = MicroBatchLoader(windows, length, module.count, total)
-        if state is not None:
-            self.loader.load_state_dict(state)
+        self.loader.load_state_dict(self._position)
         return self.loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's position: Lightning does not hand it back on a resume from the end of an epoch."""
+        return {"position": self._position if self.loader is None else self.loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where the checkpoint was taken."""
+        self._position = state_dict["position"]
 
     def val_dataloader(self) -> Batches | list[Any]:
         """Held-out sequences; their noise does not depend on the epoch, so that losses compare.

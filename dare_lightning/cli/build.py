@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +24,12 @@ from dare_lightning.families.base import PolicyModel
 from dare_lightning.methods.base import DiffusionPolicyModule
 
 log = logging.getLogger(__name__)
+
+# Lightning announces devices, tips and defaults; what matters of that, the progress lines say.
+logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
+warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
 
 @dataclass

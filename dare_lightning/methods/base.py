@@ -254,10 +254,6 @@ class DiffusionPolicyModule(L.LightningModule):
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"}}
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Batches know how to move; held-out prompts stay where they are."""
-        return batch.to(device) if isinstance(batch, SequenceBatch) else batch
-
     def on_fit_start(self) -> None:
         """Bring the unregistered reference to the policy's device."""
         for reference in self._reference:

@@ -77,11 +77,11 @@ class SequenceBatch:
         """The batch of these rows, in this order."""
         return replace(self, **{name: value[rows] for name, value in self.columns()})
 
-    def to(self, device: torch.device | str) -> SequenceBatch:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceBatch:
         """The same batch with every tensor on `device`."""
-        moved: dict[str, Any] = {name: value.to(device) for name, value in self.columns()}
+        moved: dict[str, Any] = {name: value.to(device, non_blocking=non_blocking) for name, value in self.columns()}
         if self.denominator is not None:
-            moved["denominator"] = self.denominator.to(device)
+            moved["denominator"] = self.denominator.to(device, non_blocking=non_blocking)
         return replace(self, **moved)
 
     def trim(self) -> SequenceBatch:

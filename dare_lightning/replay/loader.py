@@ -13,6 +13,9 @@ from dare_lightning.replay.batch import SequenceBatch
 Window = Sequence[Callable[[], SequenceBatch]]
 """The micro-batches of one optimiser step, each made when called."""
 
+START: dict[str, Any] = {"epoch": 0, "position": 0}
+"""The state of a loader that nothing was taken from."""
+
 
 class MicroBatchLoader:
     """Iterates over an epoch's windows; Lightning accumulates one window into one optimiser step.
