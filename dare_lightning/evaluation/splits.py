@@ -20,22 +20,30 @@ def split_of(content: str) -> Split:
     return "heldout" if int.from_bytes(digest[:8], "big") < HELDOUT_SHARE * 2**64 else "train"
 
 
-def draw_distinct(draw: Callable[[], Task | None], canonical: Callable[[Task], str], split: Split) -> Iterator[Task]:
-    """Endless stream of distinct tasks of one split. `draw` may return None for an attempt that gave no task.
+def draw_distinct(
+    draw: Callable[[], Task | None], identity: Callable[[Task], str], canonical: Callable[[Task], str], split: Split
+) -> Iterator[Task]:
+    """Endless stream of one split's tasks, each identity once.
+
+    Args:
+        draw: one attempt; None where it gave no task.
+        identity: equal for tasks that should not come twice.
+        canonical: what decides the split; equal for tasks that must not come in both.
+        split: the wanted one.
 
     Raises:
         ValueError: an unknown split, or MAX_MISSES draws in a row gave nothing new.
     """
     if split not in get_args(Split):
         raise ValueError(f"split={split!r} is not known; choose one of {', '.join(get_args(Split))}")
-    seen: set[Task] = set()
+    seen: set[str] = set()
     misses = 0
     while misses < MAX_MISSES:
         task = draw()
         misses += 1
-        if task is None or task in seen or split_of(canonical(task)) != split:
+        if task is None or identity(task) in seen or split_of(canonical(task)) != split:
             continue
-        seen.add(task)
+        seen.add(identity(task))
         misses = 0
         yield task
     raise ValueError(

@@ -16,12 +16,15 @@ class MathReward:
     r"""`value` where math-verify finds the answer equivalent to the reference, else 0.
 
     The answer is the last `\boxed{…}`, inside the last `<answer>…</answer>` where there is one, or else that
-    tag's whole content. Checking runs in processes of our own, which are started at the first call, stay warm, and end
-    with `close`, with the reward or with the program; any thread and any process, daemonic ones too, may call. A
-    check past its limit is killed alone and counts as "timeout". A batch of n takes at most ceil(n / workers) limits.
+    tag's whole content. Checking runs in processes of our own, which are started at the first call, stay warm, and
+    end with `close`, with the reward or with the program; any thread and any process, daemonic ones too, may call.
+    A check past its limit is killed alone and counts as "timeout". A batch of n takes at most 3 + ceil(n / workers)
+    limits, whatever it holds; ordinary checks take a few milliseconds. Needs a POSIX system (it forks).
 
     Args:
-        timeout_s: limit of one check, seconds of wall-clock time.
+        timeout_s: limit of one check, seconds of wall-clock time. During the first three limits of a batch a check
+            that got less than half a limit of processor time may go on until it has: a right answer should not turn
+            wrong because the machine is busy.
         workers: checks that run at the same time. More than there are cores is sensible: they only bound how long
             runaway checks can hold up a batch.
         value: reward of a right answer.

@@ -60,8 +60,8 @@ class MathServer:
                 self._receive(START_LIMIT_S)
                 self._ready = True
             self._send(pairs)
-            rounds = math.ceil(len(pairs) / self.workers) + 1
-            statuses = self._receive(rounds * (self.timeout_s + 0.5) + SLACK_S)
+            rounds = math.ceil(len(pairs) / self.workers) + 4
+            statuses = self._receive(rounds * self.timeout_s + SLACK_S)
         except (OSError, MathServerError) as error:
             tail = self._error_tail()
             self.close()

@@ -23,6 +23,9 @@ class SudokuReward:
     answer are read in order, separators are skipped; missing cells count as wrong, cells after the 16th do not
     count. Clues are not scored, but a grid that changes one, or has more than 16 digits, is not "right".
 
+    The grid is compared with the reference alone, as the paper does: of a puzzle with several solutions (a quarter of
+    the published test file) only that one is right.
+
     Args:
         form: where the answer stands: "paper" in the last `<answer>…</answer>`, "compact" the completion is the answer.
 

@@ -14,7 +14,7 @@ _TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|mbox|textbf)\b")
 _LATEX_SPACING = re.compile(r"\\[,!;: ]|\\(?=[$%])|~")
 _NUMBER = re.compile(
     r"(?<![\w.,])"
-    r"(?P<sign>\A[-+\u2212]\s+|[-+\u2212]?)[$€£]?\s?(?P<sign_after>[-\u2212]?)"
+    r"(?P<sign>\A[-+\u2212]\s+|[-+\u2212]?)(?:[$€£]\s?)?(?P<sign_after>[-\u2212]?)"
     r"(?P<integer>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?=\.[0-9]))"
     r"(?P<decimals>\.[0-9]+)?"
     r"(?:\s?/\s?(?P<denominator>[0-9]+))?"

@@ -92,26 +92,26 @@ class CountdownTask:
             ValueError: an unknown split, or it has fewer tasks of this kind than asked for.
         """
         rng = random.Random(f"countdown {seed}")
-        problems = draw_distinct(lambda: self._draw(rng), canonical, split)
+        problems = draw_distinct(lambda: self._draw(rng), canonical, canonical, split)
         return [self._example(problem, index) for index, problem in enumerate(islice(problems, count))]
 
     def _draw(self, rng: random.Random) -> Problem | None:
-        """Join random numbers by random operations; None where the result misses the target range."""
+        """Join random numbers by random operations; None where no last operation hits the target range."""
         numbers = tuple(rng.randint(*self.number_range) for _ in range(rng.randint(*self.count)))
         terms = [_Term(number, str(number), _ATOM) for number in numbers]
         steps = []
+        low, high = self.target_range
         while len(terms) > 1:
-            right, left = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
-            joined = _join(left, right, rng.choice("+-*/"))
-            if joined is None:
-                return None
-            term, step = joined
+            left, right = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
+            joined = [_join(left, right, operation) for operation in _operations(left.value, right.value)]
+            if not terms:
+                joined = [(term, step) for term, step in joined if low <= term.value <= high]
+                if not joined:
+                    return None
+            term, step = rng.choice(joined)
             terms.append(term)
             steps.append(step)
-        result = terms[0]
-        if not self.target_range[0] <= result.value <= self.target_range[1]:
-            return None
-        return Problem(numbers, result.value, result.text, tuple(steps))
+        return Problem(numbers, terms[0].value, terms[0].text, tuple(steps))
 
     def _example(self, problem: Problem, index: int) -> Example:
         numbers = list(problem.numbers)
@@ -135,20 +135,19 @@ def canonical(problem: Problem) -> str:
     return f"{sorted(problem.numbers)} {problem.target}"
 
 
-def _join(left: _Term, right: _Term, operation: str) -> tuple[_Term, str] | None:
-    """The combined term and the line that states it; None where the result is no positive integer."""
-    if operation == "+":
-        value, level = left.value + right.value, _SUM
-    elif operation == "-":
-        value, level = left.value - right.value, _SUM
-    elif operation == "*":
-        value, level = left.value * right.value, _PRODUCT
-    elif left.value % right.value == 0:
-        value, level = left.value // right.value, _PRODUCT
-    else:
-        return None
-    if value < 1:
-        return None
+def _operations(left: int, right: int) -> list[str]:
+    """Those whose result is a positive integer, the larger number first in a difference or a quotient."""
+    quotient = max(left, right) % min(left, right) == 0
+    return ["+", "*", *(["-"] if left != right else []), *(["/"] if quotient else [])]
+
+
+def _join(left: _Term, right: _Term, operation: str) -> tuple[_Term, str]:
+    """The combined term, and the line that states it."""
+    if operation in "-/" and left.value < right.value:
+        left, right = right, left
+    values = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
+    value = values[operation](left.value, right.value)
+    level = _SUM if operation in "+-" else _PRODUCT
     # `a-(b+c)` and `a/(b*c)` need their parentheses, `a+b+c` and `a*b*c` do not.
     needed = level + 1 if operation in "-/" else level
     text = _bracket(left, level) + operation + _bracket(right, needed)

@@ -83,7 +83,7 @@ class SudokuTask:
 
     def _puzzles(self, split: Split, seed: int) -> Iterator[str]:
         rng = random.Random(f"sudoku {seed}")
-        return draw_distinct(lambda: self._draw(rng), canonical, split)
+        return draw_distinct(lambda: self._draw(rng), str, canonical, split)
 
     def _draw(self, rng: random.Random) -> str | None:
         """A grid with some cells emptied; None where that leaves more than one solution."""
