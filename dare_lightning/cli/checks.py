@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dare_lightning.cli.errors import UserError
 from dare_lightning.cli.signatures import unknown_arguments
 from dare_lightning.cli.suggest import closest, hint
-from dare_lightning.cli.tree import ConfTree
+from dare_lightning.cli.tree import COMMANDS, ConfTree
 
 _INPUT_KEY = re.compile(r"(^|_)(path|paths)$")
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
@@ -39,8 +39,8 @@ def check(command: str, cfg: DictConfig, config_dirs: Sequence[Path] = ()) -> No
 
 def _missing(key: str, cfg: DictConfig, tree: ConfTree) -> str:
     group, _, rest = key.partition(".")
-    names = [f"{group}/{option}" for option in tree.options(group)] if rest else [*map(str, tree.folders)]
-    comments = [c for name in names if (c := tree.comments(name).get(rest))]
+    names = [f"{group}/{option}" for option in tree.options(group)] if rest else list(COMMANDS)
+    comments = [c for name in names if (c := tree.comments(name, "???").get(rest or group))]
     return f"{key} has no value; add {key}=..." + (f" ({comments[0]})" if comments else "")
 
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 USED_MOST = {
     "fit": (
         "model.path data.path ckpt_path seed run_root trainer.max_epochs trainer.max_steps trainer.devices"
-        " trainer.precision trainer.accumulate_grad_batches method.optimizer.lr data.group_size"
-        " data.prompts_per_rollout data.inner_epochs completion.max_new_tokens completion.steps"
+        " trainer.precision method.optimizer.lr data.group_size data.prompts_per_rollout"
+        " data.inner_epochs data.batch_size data.micro_batch completion.max_new_tokens completion.steps"
         " rollout.backend.temperature"
     ),
     "eval": (

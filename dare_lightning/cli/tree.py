@@ -29,7 +29,8 @@ class ConfTree:
     def groups(self) -> list[str]:
         """Names of all groups, sorted."""
         found = {p.name for folder in self.folders for p in folder.iterdir() if p.is_dir() and any(p.glob("*.yaml"))}
-        return sorted(found - {"hydra"})
+        # A group may be in a command's defaults before it has an option.
+        return sorted((found | {group for command in COMMANDS for group in self.defaults(command)}) - {"hydra"})
 
     def options(self, group: str) -> list[str]:
         """Names a group can take; files that start with an underscore are parts, not options."""
@@ -63,11 +64,11 @@ class ConfTree:
                 found |= {f"{group}.{key}": value for key, value in self._option_keys(group, name)}
         return found
 
-    def comments(self, name: str) -> dict[str, str]:
-        """Key -> the comment behind it, for the unnested keys of a file."""
+    def comments(self, name: str, value: str = "") -> dict[str, str]:
+        """Key -> the comment behind it, for the unnested keys of a file (those with this value, where one is given)."""
         path = self.file(name)
         text = "" if path is None else path.read_text(encoding="utf-8")
-        return dict(re.findall(r"^([A-Za-z_]\w*):[^#\n]*#\s*(.+?)\s*$", text, flags=re.MULTILINE))
+        return dict(re.findall(rf"^([A-Za-z_]\w*):\s*{re.escape(value)}[^#\n]*#\s*(.+?)\s*$", text, flags=re.MULTILINE))
 
     def _option_keys(self, group: str, option: str) -> Iterator[tuple[str, Any]]:
         content = self._read(f"{group}/{option}")
