@@ -118,7 +118,7 @@ class Progress(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Say how it ended, and leave the terminal as it was."""
-        self._say(trainer, always=True)
+        self._say(trainer, always=True, ended=True)
         self._close()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -164,11 +164,14 @@ class Progress(L.Callback):
             self._tasks[key] = self._bars.add_task(label, total=total, text="")
         self._bars.update(self._tasks[key], description=label, completed=done, total=total, visible=visible)
 
-    def _label(self, trainer: L.Trainer) -> str:
+    def _label(self, trainer: L.Trainer, ended: bool = False) -> str:
+        if trainer.state.fn != "fit":
+            return "held out:"
         of = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
-        return f"{self._word} {trainer.current_epoch + 1}{of}"
+        # The epochs that have ended are counted already at the end of training.
+        return f"{self._word} {trainer.current_epoch + (not ended)}{of}"
 
-    def _say(self, trainer: L.Trainer, always: bool = False) -> None:
+    def _say(self, trainer: L.Trainer, always: bool = False, ended: bool = False) -> None:
         """Refresh the bar's text, or print a line if one is due."""
         now = time.monotonic()
         due = self._bars is not None or now - self._last_line >= self.line_seconds
@@ -181,11 +184,8 @@ class Progress(L.Callback):
         elif self._bars is None and text != self._said:
             self._last_line = now
             seconds = round(now - self._started)
-            # Epochs that have ended are counted already.
-            place = f"{self._word} {trainer.current_epoch}" if not trainer.training else self._label(trainer)
-            self.console.print(
-                f"[{seconds // 60}:{seconds % 60:02d}] {place} {text}", markup=False, highlight=False, soft_wrap=True
-            )
+            line = f"[{seconds // 60}:{seconds % 60:02d}] {self._label(trainer, ended)} {text}"
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
         self._said = text
 
     def _status(self, trainer: L.Trainer) -> str:

@@ -153,6 +153,11 @@ class MLflowLogger(Logger):
         """MLflow's id of the run; None until the store has made one."""
         return self._run.run_id
 
+    @property
+    def client(self) -> Any:
+        """The MlflowClient, for what this class does not offer; None until the store has answered (see `flush`)."""
+        return self._run.client
+
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Queue metric values; text values are left out."""
@@ -225,6 +230,8 @@ class MLflowLogger(Logger):
         if self._started:
             return
         self._started = True
+        # CPU load is measured from one call to the next.
+        system_metrics()
         atexit.register(self._at_exit)
         for record in _take_unsent(self.run_dir):
             self._writer.put(record)
@@ -238,8 +245,8 @@ class MLflowLogger(Logger):
         except OSError as error:
             log.warning("cannot note the tracked run %s in %s (%s)", run_id, self.run_dir, error)
 
-    def _system_sample(self) -> Record:
-        return _points(system_metrics(), self._last_step)
+    def _system_sample(self) -> Record | None:
+        return _points(system_metrics(), self._last_step) if self._open else None
 
     def _finish(self, status: str) -> None:
         self._open = False
@@ -254,9 +261,12 @@ class MLflowLogger(Logger):
         left = [point for record in self._writer.unsent() if isinstance(record, Points) for point in record.points]
         kept = ""
         if left:
-            kept = f"; {len(left)} of them are in {self.run_dir / UNSENT_FILE} and are sent when the run is resumed"
-            with contextlib.suppress(OSError), (self.run_dir / UNSENT_FILE).open("a") as file:
-                file.writelines(json.dumps(asdict(point)) + "\n" for point in left)
+            # The disk may be what fails.
+            with contextlib.suppress(OSError):
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+                with (self.run_dir / UNSENT_FILE).open("a") as file:
+                    file.writelines(json.dumps(asdict(point)) + "\n" for point in left)
+                kept = f"; {len(left)} of them are in {self.run_dir / UNSENT_FILE} and are sent when the run is resumed"
         lost = self._writer.lost + len(left)
         problems = [*self._writer.rejected, *([self._writer.outage] if self._writer.outage else [])]
         if (lost or problems) and not self._reported:

@@ -101,9 +101,9 @@ def _translated() -> Iterator[None]:
         yield
     except MlflowException as error:
         kind = RecordRejected if error.error_code in _FINAL_ERRORS else StoreUnreachable
-        raise kind(str(error).splitlines()[0][:500]) from error
+        raise kind(str(error).splitlines()[0][:200]) from error
     except (OSError, SQLAlchemyError) as error:
-        raise StoreUnreachable(f"{type(error).__name__}: {error}"[:500]) from error
+        raise StoreUnreachable(f"{type(error).__name__}: {error}"[:200]) from error
 
 
 def open_client(tracking_uri: str) -> Any:
