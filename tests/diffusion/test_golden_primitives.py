@@ -59,7 +59,7 @@ def test_surrogate_and_its_gradient_are_the_recorded_ones(path: Path, mode: str)
     value = aggregate(loss, mask, AGGREGATIONS[mode], canvas)  # type: ignore[arg-type]
     (gradient,) = torch.autograd.grad(value, logps)
     # Recorded with 1e-8 added to the number of tokens, which shows in the ninth digit.
-    tolerance = {"rtol": 3e-9, "atol": 1e-10}
+    tolerance: dict[str, Any] = {"rtol": 3e-9, "atol": 1e-10}
     torch.testing.assert_close(value.detach(), _double(expected["loss"]), **tolerance)
     torch.testing.assert_close(gradient, _double(expected["grad_logps"]), **tolerance)
     for name in ("clip_fraction", "dual_clip_fraction"):

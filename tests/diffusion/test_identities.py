@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import permutations, product
 from math import comb, factorial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from dare_lightning.families.base import token_log_probs
 from tests.methods.table_model import TablePolicy, random_tables, sequence_batch
 
 PROMPT = 2
-EXACT = {"rtol": 1e-12, "atol": 1e-12}
+EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
 
 
 class AllMasks:

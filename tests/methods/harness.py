@@ -32,7 +32,8 @@ def build(method: type[DiffusionPolicyModule], policy: Any, **settings: Any) -> 
 
 def run(module: DiffusionPolicyModule, rows: Rows, batch: SequenceBatch, denominator: Tensor | None = None) -> Outcome:
     """Loss and gradient of one micro-batch; it is a whole optimiser step unless a denominator is given."""
-    weight = module.policy.W
+    policy: Any = module.policy
+    weight = policy.W
     weight.grad = None
     total = module.denominator(rows, batch) if denominator is None else denominator
     loss, metrics = module.loss_and_metrics(rows, replace(batch, denominator=total.double().reshape(-1)))

@@ -31,7 +31,7 @@ class TablePolicy(nn.Module):
         self.mask_token_id = int(model["mask_id"])
         self.pad_token_id = int(model["pad_id"])
         self.eos_token_id = int(model["eos_id"])
-        self.stop_token_ids = (self.eos_token_id,)
+        self.stop_token_ids: tuple[int, ...] = (self.eos_token_id,)
         self.block_length = block_length
         self.block_origin = block_origin
         self.lora_targets: tuple[str, ...] = ()

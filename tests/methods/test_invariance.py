@@ -71,7 +71,7 @@ def _assert_same(got: Outcome, expected: Outcome) -> None:
 
 
 def _padded(batch: SequenceBatch, left: int, right: int) -> SequenceBatch:
-    columns = {
+    columns: dict[str, Any] = {
         name: torch.nn.functional.pad(value, (left, right), value=TOKEN_COLUMNS[name])
         for name, value in batch.columns()
         if name in TOKEN_COLUMNS

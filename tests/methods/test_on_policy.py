@@ -91,6 +91,7 @@ def test_the_loss_on_policy_is_the_mean_advantage_and_its_gradient_the_policy_gr
     batch = replace(_rollout(vocabulary=8), advantage=torch.tensor([1.0, -1.0, 0.5, 2.0], dtype=torch.float64))
     rows = module.corrupt(batch)
     outcome = run(module, rows, batch)
+    assert batch.advantage is not None
     counted = batch.completion_mask.double()
     weight = counted * batch.advantage[:, None] / counted.sum()
     torch.testing.assert_close(outcome.loss, -weight.sum())
