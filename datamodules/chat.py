@@ -157,7 +157,7 @@ def _shorten(ids: list[int], supervised: list[bool], max_length: int, eos_token_
     if first == max_length:
         return EncodedDialogue((), (), dropped=ANSWER_CUT_OFF)
     complete = len(ids) <= max_length
-    if complete and eos_token_id is not None and ids[-1] != eos_token_id and len(ids) < max_length:
+    if eos_token_id is not None and ids[-1] != eos_token_id and len(ids) < max_length:
         ids, supervised = [*ids, eos_token_id], [*supervised, True]
     ids, supervised = ids[:max_length], supervised[:max_length]
     used = len(ids) - supervised[::-1].index(True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -14,6 +14,9 @@ from rich.text import Text
 
 from dare_lightning.datamodules.chat import EncodedDialogue
 from dare_lightning.rewards.base import Example
+
+if TYPE_CHECKING:
+    from dare_lightning.datamodules.sft import SFTDataModule
 
 SUPERVISED = "bold green"
 OPEN, CLOSE = "⟦", "⟧"
@@ -50,6 +53,36 @@ def shown_prompt(example: Example, ids: Sequence[int]) -> Shown:
     return Shown(
         ids, None, f"row {example.index} of {example.source or 'the task'}: {len(ids)} tokens", example.ground_truth
     )
+
+
+def preview_dialogues(data: SFTDataModule, count: int) -> RenderableType:
+    """The first `count` samples of the first epoch of fine-tuning data that have been set up."""
+    report = data.report
+    if report is None:
+        raise RuntimeError("the data are not read yet: call setup() before the preview")
+    chosen = [data.train[position] for position in data.order(0)[:count]]
+    return render_preview(
+        data.policy.tokenizer,
+        [shown_dialogue(sample.encoded, sample.index) for sample in chosen],
+        {"prompt": report.prompt_tokens, "answer": report.answer_tokens},
+        report.layout,
+        report.dropped,
+        str(report),
+    )
+
+
+def preview_prompts(
+    tokenizer: Any,
+    prompts: Sequence[tuple[Example, Sequence[int]]],
+    count: int,
+    layout: str,
+    dropped: Mapping[str, int],
+    source: str,
+) -> RenderableType:
+    """The first `count` prompts of online data with their reference answers."""
+    shown = [shown_prompt(example, ids) for example, ids in prompts[:count]]
+    lengths = {"prompt": [len(ids) for _, ids in prompts]}
+    return render_preview(tokenizer, shown, lengths, layout, dropped, source)
 
 
 def render_preview(

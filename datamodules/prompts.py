@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import lightning as L
 import torch
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class Task(Protocol):
     """A generated task: as many examples as wanted, the two splits never overlapping."""
 
-    def examples(self, split: str, count: int, seed: int) -> list[Example]:
+    def examples(self, split: Literal["train", "heldout"], count: int, seed: int) -> list[Example]:
         """`count` examples of the "train" or "heldout" split."""
         ...
 
@@ -126,6 +126,7 @@ class PromptDataModule(L.LightningDataModule):
         self.buffer = Buffer()
         self.train: list[tuple[Example, list[int]]] = []
         self.heldout: list[tuple[Example, list[int]]] = []
+        self.dropped: dict[str, int] = {}
         self.loader: MicroBatchLoader | None = None
         self._position = START
         self._check_sizes()
@@ -207,6 +208,7 @@ class PromptDataModule(L.LightningDataModule):
         limit = self.max_prompt_tokens
         kept = [pair for pair in encoded if pair[1] and (limit is None or len(pair[1]) <= limit)]
         if len(kept) < len(encoded):
+            self.dropped[f"{what}: empty or longer than data.max_prompt_tokens={limit}"] = len(encoded) - len(kept)
             log.warning(
                 "%d of %d %s prompts dropped: empty or longer than data.max_prompt_tokens=%s",
                 len(encoded) - len(kept), len(encoded), what, limit,

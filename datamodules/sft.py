@@ -205,7 +205,7 @@ class SFTDataModule(L.LightningDataModule):
         report = DataReport(path, recognise_layout(table.columns), len(table))
         return to_dialogues(table, report.dropped), report
 
-    def _generated(self, split: str, count: int) -> tuple[list[Dialogue], DataReport]:
+    def _generated(self, split: Literal["train", "heldout"], count: int) -> tuple[list[Dialogue], DataReport]:
         assert self.task is not None
         report = DataReport(f"{type(self.task).__name__}, {split}", "generated", count)
         dialogues = []

@@ -57,7 +57,7 @@ CHAT = [
 ]
 
 
-@pytest.fixture(params=TEMPLATES.values(), ids=TEMPLATES.keys())
+@pytest.fixture(params=list(TEMPLATES.values()), ids=list(TEMPLATES))
 def tokenizer(request: pytest.FixtureRequest) -> Any:
     made = tiny_tokenizer(110)
     made.chat_template = request.param

@@ -5,22 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
+import pytest
+from rich.console import Console, RenderableType
 
 from dare_lightning.datamodules.chat import encode_dialogue, encode_prompt
-from dare_lightning.datamodules.preview import Shown, render_preview, shown_dialogue, shown_prompt
+from dare_lightning.datamodules.preview import (
+    Shown,
+    preview_dialogues,
+    preview_prompts,
+    render_preview,
+    shown_dialogue,
+    shown_prompt,
+)
+from dare_lightning.datamodules.sft import SFTDataModule
+from dare_lightning.evaluation.benchmarks.sudoku import SudokuTask
 from dare_lightning.rewards.base import Example
-from tests.tiny import EOS, tiny_tokenizer
+from tests.tiny import EOS, tiny_llada, tiny_tokenizer
 
 CHAT = [{"role": "user", "content": "[b]sum[/b] 50%?"}, {"role": "assistant", "content": "four"}]
 
 
-def printed(shown: Sequence[Shown], **parts: Any) -> str:
-    console = Console(width=100, record=True, file=None, quiet=False, no_color=True)
+def on_paper(renderable: RenderableType) -> str:
+    console = Console(width=100, no_color=True)
     with console.capture() as capture:
-        defaults = {"lengths": {"prompt": [1, 2, 30]}, "layout": "messages", "dropped": {}}
-        console.print(render_preview(tiny_tokenizer(110), shown, **defaults | parts))
+        console.print(renderable)
     return capture.get()
+
+
+def printed(shown: Sequence[Shown], **parts: Any) -> str:
+    defaults = {"lengths": {"prompt": [1, 2, 30]}, "layout": "messages", "dropped": {}}
+    return on_paper(render_preview(tiny_tokenizer(110), shown, **defaults | parts))
 
 
 def test_the_supervised_part_is_marked_without_colours() -> None:
@@ -59,3 +73,23 @@ def test_lengths_layout_and_drops_are_told() -> None:
     assert "dropped: 3 rows, no answer" in text
     assert "dropped: 1 rows, no prompt" in text
     assert "dropped: none" in printed([])
+
+
+def test_a_fine_tuning_data_set_shows_the_samples_it_trains_on_first() -> None:
+    data = SFTDataModule(tiny_llada(vocab=110), task=SudokuTask(form="compact"), count=9, max_length=64)
+    with pytest.raises(RuntimeError, match=r"setup\(\)"):
+        preview_dialogues(data, 2)
+    data.setup()
+    text = on_paper(preview_dialogues(data, 2))
+    assert text.count("⟦") == 2
+    assert all(f"row {data.train[place].index}:" in text for place in data.order(0)[:2])
+    assert "9 of 9 rows" in text
+
+
+def test_online_prompts_are_shown_with_their_lengths() -> None:
+    tokenizer = tiny_tokenizer(110)
+    examples = SudokuTask(form="compact").examples("train", 5, 1)
+    prompts = [(example, encode_prompt(tokenizer, example.messages)) for example in examples]
+    text = on_paper(preview_prompts(tokenizer, prompts, 2, "generated", {}, "sudoku"))
+    assert text.count("ground truth:") == 2
+    assert examples[1].ground_truth in text

@@ -17,13 +17,13 @@ from dare_lightning.datamodules.sources import RowTable, read_rows
 from tests.shared import shared_file
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
-VERL = {
+VERL: dict[str, Any] = {
     "data_source": "sums",
     "prompt": [{"role": "user", "content": "2+2? Think."}],
     "reward_model": {"style": "rule", "ground_truth": "4"},
     "extra_info": {"question": "2+2?", "answer": "4", "index": 7},
 }
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "verl": ("verl", VERL),
     "trl_text": ("prompt_completion", {"prompt": "2+2?", "completion": "4"}),
     "trl_messages": ("prompt_completion", {"prompt": [USER], "completion": [ANSWER]}),
@@ -114,7 +114,9 @@ def test_text_after_the_last_answer_is_cut_off() -> None:
 )
 def test_a_row_that_cannot_be_learnt_is_dropped_and_counted(row: dict[str, Any], reason: str) -> None:
     dropped: Counter[str] = Counter()
-    good = {"prompt": "2+2?", "completion": "4"} if "completion" in row else {**VERL, "messages": [USER, ANSWER]}
+    good: dict[str, Any] = (
+        {"prompt": "2+2?", "completion": "4"} if "completion" in row else {**VERL, "messages": [USER, ANSWER]}
+    )
     if "messages" in row:
         good = {"messages": [USER, ANSWER]}
     assert len(to_dialogues(table(row, good), dropped)) == 1
