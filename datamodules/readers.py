@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any, Literal
 
 from dare_lightning.datamodules.sources import RowTable, read_rows
 from dare_lightning.rewards.base import Example
+
+log = logging.getLogger(__name__)
 
 Layout = Literal["verl", "prompt_completion", "messages", "alpaca", "sharegpt", "prompt"]
 
@@ -106,8 +109,14 @@ def to_examples(table: RowTable, dropped: Counter[str] | None = None) -> list[Ex
 def read_examples(
     path: str, split: str | None = None, limit: int | None = None, dropped: Counter[str] | None = None
 ) -> list[Example]:
-    """`to_examples` of `read_rows`."""
-    return to_examples(read_rows(path, split, limit), dropped)
+    """`to_examples` of `read_rows`; what was dropped is logged too."""
+    counted: Counter[str] = Counter()
+    examples = to_examples(read_rows(path, split, limit), counted)
+    for reason, count in sorted(counted.items()):
+        log.warning("%s: %d rows dropped: %s", path, count, reason)
+    if dropped is not None:
+        dropped.update(counted)
+    return examples
 
 
 def to_dialogues(table: RowTable, dropped: Counter[str] | None = None) -> list[Dialogue]:

@@ -130,6 +130,11 @@ def test_a_prompt_that_is_empty_or_cannot_be_judged_is_dropped_and_counted() -> 
     assert dropped == {"no prompt": 1, "no ground truth": 1}
 
 
+def test_rows_dropped_from_a_prompt_file_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    read_examples(write_lines(tmp_path / "x.jsonl", [{"prompt": "a", "answer": ""}, {"prompt": "a", "answer": "b"}]))
+    assert "x.jsonl: 1 rows dropped: no ground truth" in caplog.text
+
+
 def test_prompts_of_a_data_set_without_reference_answers_are_kept() -> None:
     (example,) = to_examples(table({"prompt": "write a poem"}))
     assert example.ground_truth == ""
