@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dare_lightning.families.base import token_log_probs
+from dare_lightning.generation.engine import FullForward
 from tests.generation.conftest import scale_output
 from tests.tiny import EOS, MASK, PAD, tiny_llada
 
@@ -119,7 +120,12 @@ def test_guidance_is_the_same_with_and_without_an_attention_mask(backend):
     assert torch.equal(responses(without)[0], responses(with_mask)[0])
 
 
-def test_guidance_by_hand(backend, policy):
+def test_guided_logits_by_hand():
+    conditional, unconditional = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 3.0]])
+    assert FullForward(1.5).mix([conditional, unconditional]).tolist() == [[2.5, 0.5]]
+
+
+def test_guidance_compares_with_a_masked_prompt(backend, policy):
     prompt = torch.tensor([[5, 6, 7]])
     masks = torch.full((1, 4), MASK)
     batch = backend(steps=1, max_new_tokens=4, cfg_scale=1.5).generate(prompt.tolist(), [0])
