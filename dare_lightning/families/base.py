@@ -94,9 +94,22 @@ def token_log_probs(
     Returns:
         float [B, L].
     """
-    hidden = policy.denoise(noisy_ids, clean_ids, attention_mask)
-    logits = policy.logits(hidden[score_mask])
+    # Rows that read the same are run once: with the whole response hidden, all answers to a prompt are one row.
+    read = [noisy_ids, attention_mask.long()] + ([] if policy.block_length is None else [clean_ids])
+    place, first = _distinct(torch.cat(read, dim=1))
+    hidden = policy.denoise(noisy_ids[first], clean_ids[first], attention_mask[first])
+    row, column = score_mask.nonzero(as_tuple=True)
+    logits = policy.logits(hidden[place[row], column])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     targets = (clean_ids if target_ids is None else target_ids)[score_mask]
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
     return chosen.new_zeros(noisy_ids.shape).masked_scatter(score_mask, chosen)
+
+
+def _distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row [B, C] the number of its distinct content [B], and a row index for each of those [U]."""
+    _, place = torch.unique(rows, dim=0, return_inverse=True)
+    count = int(place.max()) + 1
+    first = torch.full((count,), len(rows), device=rows.device)
+    first.scatter_reduce_(0, place, torch.arange(len(rows), device=rows.device), "amin")
+    return place, first
