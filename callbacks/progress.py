@@ -14,7 +14,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bars
 
 from dare_lightning.callbacks.rollout import RolloutCallback
-from dare_lightning.callbacks.validation import HeldOutValidation
 from dare_lightning.generation import base as generation
 from dare_lightning.replay.batch import SequenceBatch
 
@@ -62,22 +61,18 @@ class Progress(L.Callback):
         self._batch_started = time.monotonic()
 
     def rollout_progress(self, stage: str) -> generation.Progress:
-        """What a generation backend reports its denoising steps to; `stage` is the bar's label."""
+        """What a generation backend reports its denoising steps to; `stage` is what it generates for."""
 
         def report(done: int, total: int) -> None:
-            self._bar(stage, done, total, visible=done < total)
+            self._bar(f"{stage} (denoising steps)", done, total, visible=done < total)
 
         return report
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Offer the bars to whatever generates."""
+        """See what kind of run this is."""
         self._shows = trainer.is_global_zero
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, RolloutCallback):
-                self._word = "rollout"
-                callback.progress = self.rollout_progress("denoising")
-            elif isinstance(callback, HeldOutValidation):
-                callback.progress = self.rollout_progress("held-out denoising")
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        self._word = "rollout" if any(isinstance(callback, RolloutCallback) for callback in callbacks) else "epoch"
         if self.console is None:
             self.console = Console(file=sys.stdout)
         self._started = time.monotonic()

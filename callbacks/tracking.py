@@ -178,7 +178,11 @@ class MLflowLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Store what is queued and close the run: FINISHED, FAILED, or KILLED after Ctrl-C or SIGTERM."""
+        """Close the run: FINISHED, FAILED, or KILLED after Ctrl-C or SIGTERM.
+
+        Success does not wait for the store, because Lightning ends every validation with it; `close` does, at the
+        latest when the process exits. The two others wait, because the process may be about to be killed.
+        """
         if not self._started:
             return
         cause = sys.exc_info()[1]
@@ -191,6 +195,8 @@ class MLflowLogger(Logger):
         if cause is not None and final == "FAILED":
             self._put(Tags({"error": f"{type(cause).__name__}: {cause}"[:1000]}))
         self._finish(final)
+        if final != "FINISHED":
+            self.close()
 
     # What this project adds.
 
@@ -220,6 +226,18 @@ class MLflowLogger(Logger):
     def flush(self, patience: float = 60.0) -> bool:
         """Wait until everything queued is stored; False where the store does not take it in time."""
         return self._writer.flush(patience, self._patience)
+
+    @rank_zero_only
+    def close(self, patience: float = 180.0) -> None:
+        """Wait until everything queued is stored, and say once what could not be. Runs at exit by itself.
+
+        Args:
+            patience: seconds to wait for a store that has not failed so far; a busy machine may take minutes to
+                create a database. One that does not answer is waited for `patience` of the constructor.
+        """
+        if self._started:
+            self.flush(patience)
+            self._report()
 
     def _put(self, record: Record) -> None:
         self._start()
@@ -253,8 +271,6 @@ class MLflowLogger(Logger):
         self._last_status = status
         self._writer.put(_points(system_metrics(), self._last_step))
         self._writer.put(Status(status, now_ms()))
-        self.flush()
-        self._report()
 
     def _report(self) -> None:
         """Say once what was not stored, and keep it beside the run."""
@@ -277,8 +293,7 @@ class MLflowLogger(Logger):
     def _at_exit(self) -> None:
         if self._open:
             self._finish(self._last_status)
-        elif not self.flush():
-            self._report()
+        self.close()
 
 
 def read_run_id(folder: Path) -> str | None:

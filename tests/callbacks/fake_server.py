@@ -18,6 +18,7 @@ class TrackingServer:
         self.refused = threading.Event()
         self.metrics: list[dict[str, Any]] = []
         self.status = "RUNNING"
+        self.statuses: list[str] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
@@ -39,6 +40,7 @@ class TrackingServer:
             return run
         if path.endswith("runs/update"):
             self.status = body["status"]
+            self.statuses.append(self.status)
             return {"run_info": info}
         if path.endswith("runs/log-batch"):
             self.metrics += body.get("metrics", [])

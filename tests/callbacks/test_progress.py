@@ -66,13 +66,13 @@ def test_denoising_steps_have_their_own_bar(tmp_path: Path) -> None:
 
     class Denoise(L.Callback):
         def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            report = progress.rollout_progress("denoising")
+            report = progress.rollout_progress("rollout")
             for done in range(1, 5):
                 report(done, 4)
                 time.sleep(0.05)
 
     trainer(tmp_path, callbacks=[progress, Denoise()], max_epochs=1).fit(Toy(), loader())
-    assert re.search(r"denoising.*3/4", output.getvalue())
+    assert re.search(r"rollout \(denoising steps\).*3/4", output.getvalue())
 
 
 def test_reports_before_the_run_and_from_other_ranks_are_ignored() -> None:

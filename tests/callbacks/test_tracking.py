@@ -97,8 +97,19 @@ def test_without_settings_a_run_is_tracked_in_a_local_database(tmp_path: Path, m
 
 def test_training_does_not_wait_for_the_store(fit: Fit, server: TrackingServer) -> None:
     server.may_answer.clear()
-    fit(lambda step: server.may_answer.set() if step == 7 else None, tracking_uri=server.address)
+    fit(lambda step: server.may_answer.set() if step == 7 else None, tracking_uri=server.address).close()
     assert server.status == "FINISHED"
+
+
+def test_a_validation_before_training_does_not_wait_either(root: Path, server: TrackingServer) -> None:
+    server.may_answer.clear()
+    logger = MLflowLogger(save_dir=root, run_dir=root / "validated", tracking_uri=server.address)
+    runner = trainer(root / "validated", logger=logger)
+    runner.validate(Toy(), loader(), verbose=False)
+    statuses = server.statuses
+    runner.fit(Toy(lambda step: server.may_answer.set() if step == 7 else None), loader(), loader())
+    logger.close()
+    assert statuses == ["FINISHED", "RUNNING", "FINISHED"]
 
 
 def test_a_run_says_where_it_comes_from(fit: Fit) -> None:
@@ -119,10 +130,13 @@ def test_a_large_configuration_can_be_read_back_unshortened(fit: Fit) -> None:
     assert run.data.params["prompt"].endswith("whole in config.yaml]")
 
 
-def test_a_resume_keeps_the_old_value_and_records_the_new_one_beside_it(fit: Fit, root: Path) -> None:
+def test_a_resume_keeps_the_old_value_and_records_the_new_one_beside_it(fit: Fit) -> None:
     first = fit(config={"learning_rate": 0.1, "seed": 1})
+    first.close()
     second = fit(config={"learning_rate": 0.2, "seed": 1})
+    second.close()
     third = fit(config={"learning_rate": 0.1, "seed": 1})
+    third.close()
     assert first.run_id == second.run_id == third.run_id == find_run_id(third.run_dir / "checkpoints" / "x.ckpt")
     run = stored(third)
     assert run.info.status == "FINISHED"
@@ -199,7 +213,7 @@ def test_a_server_that_goes_away_and_comes_back_gets_every_metric(fit: Fit, serv
             assert server.refused.wait(60)
             server.answers = True
 
-    fit(flicker, tracking_uri=server.address, system_seconds=0)
+    fit(flicker, tracking_uri=server.address, system_seconds=0).close()
     assert server.status == "FINISHED"
     losses = [metric for metric in server.metrics if metric["key"] == "train/loss"]
     assert [metric["step"] for metric in losses] == list(range(8))
@@ -211,12 +225,14 @@ def test_a_server_that_stays_away_is_reported_once_and_a_resume_sends_the_rest(
     server.answers = False
     with caplog.at_level(logging.WARNING):
         logger = fit(tracking_uri=server.address, system_seconds=0, patience=0.5)
+        logger.close()
+        logger.close()
     reports = [line for line in caplog.messages if "were not stored" in line]
     assert len(reports) == 1
     kept = [json.loads(line) for line in (logger.run_dir / UNSENT_FILE).read_text().splitlines()]
     assert [point["step"] for point in kept if point["name"] == "train/loss"] == list(range(8))
     server.answers = True
-    fit(tracking_uri=server.address, system_seconds=0)
+    fit(tracking_uri=server.address, system_seconds=0).close()
     losses = [metric["step"] for metric in server.metrics if metric["key"] == "train/loss"]
     assert losses == [*range(8), *range(8)]
     assert not (logger.run_dir / UNSENT_FILE).exists()
@@ -234,6 +250,7 @@ def test_a_locked_database_does_not_stop_training(fit: Fit, root: Path) -> None:
             blocker.execute("COMMIT")
 
     logger = fit(lock)
+    logger.close()
     blocker.close()
     assert steps == list(range(8))
     assert [step for step, _ in history(logger, "train/loss")] == list(range(8))
@@ -292,6 +309,7 @@ def test_a_job_hangs_under_its_sweep(root: Path, monkeypatch: pytest.MonkeyPatch
     logger = MLflowLogger(save_dir=root, run_dir=sweep / "0")
     logger.log_metrics({"loss": 1.0}, 0)
     logger.finalize("success")
+    logger.close()
     finish_parent_run(local_store(root)[0], parent)
     found = logger.client.search_runs(
         [stored(logger).info.experiment_id], filter_string=f"tags.`mlflow.parentRunId` = '{parent}'"
