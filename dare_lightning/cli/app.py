@@ -76,9 +76,9 @@ def _dispatch(arguments: Arguments, show_traceback: bool) -> int:
 def _show_config(arguments: Arguments, part: str) -> int:
     from omegaconf import OmegaConf
 
-    from dare_lightning.cli.compose import compose
+    from dare_lightning.cli.inherit import compose_for_checkpoint
 
-    cfg = compose(str(arguments.command), arguments.overrides, arguments.config_dirs)
+    cfg = compose_for_checkpoint(str(arguments.command), arguments.overrides, arguments.config_dirs)
     if part == "job":
         cfg = _without_hydra(cfg)
     elif part == "hydra":
@@ -94,16 +94,20 @@ def _show_config(arguments: Arguments, part: str) -> int:
 
 def _run(arguments: Arguments, show_traceback: bool) -> int:
     from dare_lightning.cli.checks import check
-    from dare_lightning.cli.compose import compose
-    from dare_lightning.cli.run_folder import Run, run_folder
+    from dare_lightning.cli.inherit import compose_for_checkpoint, save_composed
+    from dare_lightning.cli.run_folder import Run, rank, run_folder
 
     command = str(arguments.command)
-    cfg = _without_hydra(compose(command, arguments.overrides, arguments.config_dirs))
+    cfg = compose_for_checkpoint(command, arguments.overrides, arguments.config_dirs)
+    choices = cfg.hydra.runtime.choices
+    cfg = _without_hydra(cfg)
     check(command, cfg, arguments.config_dirs)
     folder: Path = run_folder(cfg, command)
     cfg.run_dir = str(folder)
     with Run(folder, command, arguments.words, show_traceback) as run:
         run.save_config(cfg)
+        if rank() == 0:
+            save_composed(cfg, choices, folder)
         run.exit_code = importlib.import_module(MODULES[command]).run(cfg, folder)
     return run.exit_code
 

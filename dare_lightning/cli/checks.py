@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dare_lightning.cli.diagnose import keys_of
 from dare_lightning.cli.errors import UserError
 from dare_lightning.cli.signatures import unknown_arguments
 from dare_lightning.cli.suggest import closest, hint
@@ -26,7 +27,7 @@ def check(command: str, cfg: DictConfig, config_dirs: Sequence[Path] = ()) -> No
         UserError: with one line for each problem.
     """
     tree = ConfTree(config_dirs)
-    problems = [_missing(key, cfg, tree) for key in sorted(OmegaConf.missing_keys(cfg))]
+    problems = [_missing(key, cfg, tree) for key in _missing_keys(cfg)]
     problems += _unknown_top_level(command, cfg, tree)
     if not problems:
         problems += _unresolvable(cfg)
@@ -35,6 +36,18 @@ def check(command: str, cfg: DictConfig, config_dirs: Sequence[Path] = ()) -> No
         problems += _unknown_arguments(cfg)
     if problems:
         raise UserError(*problems)
+
+
+def _missing_keys(cfg: DictConfig) -> list[str]:
+    """Unlike OmegaConf's own, resolves nothing: an interpolation may lead to what is missing."""
+    return [key for key in keys_of(cfg) if _node(cfg, key)._is_missing()]
+
+
+def _node(cfg: DictConfig, key: str) -> Any:
+    node: Any = cfg
+    for part in key.split("."):
+        node = node._get_node(part)
+    return node
 
 
 def _missing(key: str, cfg: DictConfig, tree: ConfTree) -> str:

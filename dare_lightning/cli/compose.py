@@ -35,11 +35,14 @@ def compose(command: str, overrides: Sequence[str], config_dirs: Sequence[Path] 
         UserError: something is misspelt or does not fit; every mistake found is listed.
     """
     OmegaConf.register_new_resolver("asset", asset, replace=True)
+    tree = ConfTree(config_dirs)
     try:
         with hydra.initialize_config_dir(str(PACKAGED), job_name=command, version_base="1.3"):
-            return hydra.compose(command, [*overrides, *_search(config_dirs)], return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise explain(command, overrides, ConfTree(config_dirs), error) from error
+            words = [*_without_null_groups(command, overrides, tree), *_search(config_dirs)]
+            return hydra.compose(command, words, return_hydra_config=True)
+    # Hydra raises ValueError for a value that no group can take.
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise explain(command, overrides, tree, error) from error
 
 
 def compose_lenient(command: str, overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> DictConfig:
@@ -108,6 +111,21 @@ def multirun_with_plugins(
     except (HydraException, OmegaConfBaseException, RuntimeError, ImportError) as error:
         return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
     return ""
+
+
+def _without_null_groups(command: str, overrides: Sequence[str], tree: ConfTree) -> list[str]:
+    """`group=null` in words that Hydra knows: its option `none`, or nothing where the group is empty anyway."""
+    defaults = tree.defaults(command)
+    kept = []
+    for text in overrides:
+        group, _, value = text.partition("=")
+        if value != "null" or group not in defaults:
+            kept.append(text)
+        elif "none" in tree.options(group):
+            kept.append(f"{group}=none")
+        elif defaults[group]:
+            kept.append(text)
+    return kept
 
 
 def _search(config_dirs: Sequence[Path]) -> list[str]:

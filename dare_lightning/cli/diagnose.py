@@ -79,6 +79,8 @@ def _group_problem(command: str, override: Override, tree: ConfTree) -> str | No
         return _needs_multirun(override)
     value = override.value()
     for option in value if isinstance(value, list) else [value]:
+        if option is None and tree.defaults(command)[name] and "none" not in tree.options(name):
+            return f"{name}=null: a {name} is needed; {hint('', tree.options(name))}"
         if option is not None and str(option) not in tree.options(name):
             return f"{name}={option}: there is no such {name}; {hint(str(option), tree.options(name))}"
     return None

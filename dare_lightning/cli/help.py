@@ -28,7 +28,7 @@ USED_MOST = {
         "prompt prompts_path count ckpt_path model.path json seed completion.max_new_tokens completion.steps"
         " rollout.backend.temperature"
     ),
-    "export": "ckpt_path output_folder merge dtype overwrite",
+    "export": "ckpt_path output_folder adapter dtype overwrite",
     "preview": "model.path data.path count seed",
 }
 

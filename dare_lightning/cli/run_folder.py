@@ -162,7 +162,7 @@ def describe(error: BaseException) -> str:
     while type(cause).__module__.startswith("hydra.") and cause.__cause__ is not None:
         cause = cause.__cause__
     text = str(cause).strip() or "no message"
-    named = isinstance(cause, UserError | ValueError | FileNotFoundError | ImportError)
+    named = isinstance(cause, UserError | ValueError | OSError | ImportError)
     message = text if named else f"{type(cause).__name__}: {text}"
     if cause is error:
         return message

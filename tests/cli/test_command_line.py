@@ -92,9 +92,10 @@ def test_a_folder_of_the_users_own_configuration_is_found(dare: Dare, tmp_path: 
         (["fit", "ckpt_path=model/lats.ckpt", "model.path=."], "model/last.ckpt"),
         (["fit", "model=llada"], "model.path="),
         (["fit", "seed=1,2", "model.path=."], "--multirun"),
-        (["export", "peft=lora"], "export has no peft"),
+        (["export", "trainer=cpu"], "export has no trainer"),
         (["fit", "--multirun", "seed=1,2", "methd=d1", "model.path=."], "method"),
         (["fit", "--multirun", "method=d1,sfft", "model.path=."], "sft"),
+        (["fit", "model=null"], "llada_8b"),
         (["completion", "bsh"], "bash"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -151,3 +152,10 @@ def test_a_hub_name_is_not_taken_for_a_missing_folder(tmp_path: Path, monkeypatc
     checked("GSAI-ML/LLaDA-8B-Instruct")
     with pytest.raises(UserError, match="no such file"):
         checked("runs/model")
+
+
+def test_a_group_is_switched_off_with_null() -> None:
+    from dare_lightning.cli.compose import compose
+
+    cfg = compose("fit", ["peft=null", "logger=null", "callbacks=null", "experiment=null", "rollout=null"])
+    assert not any(cfg.get(group) for group in ("peft", "logger", "callbacks", "rollout"))
