@@ -37,7 +37,7 @@ Fit = Callable[..., MLflowLogger]
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One store for the whole file: creating a database takes seconds."""
-    return tmp_path_factory.mktemp("runs")
+    return tmp_path_factory.mktemp("work") / "runs"
 
 
 @pytest.fixture
@@ -83,16 +83,16 @@ def history(logger: MLflowLogger, name: str) -> list[tuple[int, float]]:
     return [(m.step, m.value) for m in logger.client.get_metric_history(logger.run_id, name)]
 
 
-def test_without_settings_a_run_is_tracked_in_a_local_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_without_settings_a_run_is_tracked_in_a_local_database(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root.parent)
     logger = MLflowLogger()
-    trainer(tmp_path, logger=logger).fit(Toy(), loader(), loader())
+    trainer(root, logger=logger).fit(Toy(), loader(), loader())
     run = stored(logger)
     assert run.info.status == "FINISHED"
     assert [step for step, _ in history(logger, "train/loss")] == list(range(8))
-    assert (tmp_path / "runs/mlflow.db").is_file()
-    assert (tmp_path / "runs/mlflow_run_id.txt").read_text().strip() == logger.run_id
-    assert run.info.artifact_uri.startswith(str(tmp_path / "runs/mlartifacts"))
+    assert (root / "mlflow.db").is_file()
+    assert (root / "mlflow_run_id.txt").read_text().strip() == logger.run_id
+    assert run.info.artifact_uri.startswith(str(root / "mlartifacts"))
 
 
 def test_training_does_not_wait_for_the_store(fit: Fit, server: TrackingServer) -> None:
@@ -239,6 +239,7 @@ def test_a_server_that_stays_away_is_reported_once_and_a_resume_sends_the_rest(
 
 
 def test_a_locked_database_does_not_stop_training(fit: Fit, root: Path) -> None:
+    start_parent_run(*local_store(root), "dare", "so that there is a database")
     blocker = sqlite3.connect(root / "mlflow.db", timeout=60, isolation_level=None)
     steps: list[int] = []
 
@@ -301,7 +302,7 @@ def test_a_job_hangs_under_its_sweep(root: Path, monkeypatch: pytest.MonkeyPatch
     parent = start_parent_run(*local_store(root), "dare", "sweep")
     assert parent is not None
     sweep = root / f"sweep_{way}"
-    sweep.mkdir()
+    sweep.mkdir(parents=True)
     if way == "file":
         (sweep / PARENT_FILE).write_text(parent)
     else:
