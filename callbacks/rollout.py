@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from dare_lightning.methods.base import DiffusionPolicyModule
 from dare_lightning.parallel.collectives import gather_objects, rank_and_world
 from dare_lightning.parallel.modes import frozen
 from dare_lightning.replay.batch import SequenceBatch, concatenate
-from dare_lightning.rewards.base import Example, Reward, Verdict
+from dare_lightning.rewards.base import Example, Reward, Verdict, sample_name
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +42,17 @@ def scored(
     """Texts and verdicts of a generated batch.
 
     Raises:
-        ValueError: the reward returned another number of verdicts, or a value that is not finite.
+        ValueError: completions or verdicts are not one for each example, or a reward is not finite.
     """
+    if len(batch) != len(examples):
+        raise ValueError(f"the backend returned {len(batch)} completions for {len(examples)} prompts; it must be one each")
     texts = completion_texts(policy, batch)
     verdicts = reward(texts, examples)
     if len(verdicts) != len(texts):
-        raise ValueError(f"the reward returned {len(verdicts)} verdicts for {len(texts)} completions")
+        raise ValueError(f"the reward returned {len(verdicts)} verdicts for {len(texts)} completions; it must be one each")
     for example, verdict in zip(examples, verdicts, strict=True):
-        if not torch.isfinite(torch.tensor(verdict.reward)):
-            raise ValueError(f"the reward of {example.source} row {example.index} is {verdict.reward}; it must be finite")
+        if not math.isfinite(verdict.reward):
+            raise ValueError(f"the reward of {sample_name(example)} is {verdict.reward}; it must be a finite number")
     return texts, verdicts
 
 
@@ -99,7 +102,13 @@ class RolloutCallback(L.Callback):
             )
         if self.backend.temperature == 0:
             raise ValueError(
-                "rollout.backend.temperature=0 makes the answers of a group equal and every advantage zero; use one above 0"
+                "rollout.backend.temperature=0 makes the answers of a group equal and every advantage zero;"
+                " use one above 0"
+            )
+        if not self.backend.capabilities.stochastic:
+            raise ValueError(
+                f"{type(self.backend).__name__} ignores the temperature: the answers of a group would be equal and every"
+                " advantage zero; choose another rollout"
             )
         self.backend.validate(method.policy)
         data.check_ranks(trainer.world_size)
@@ -184,7 +193,9 @@ def _shape_metrics(batch: SequenceBatch, texts: Sequence[str], group_size: int) 
 def _parts(trainer: L.Trainer) -> tuple[PromptDataModule, DiffusionPolicyModule]:
     data, method = trainer.datamodule, trainer.lightning_module  # type: ignore[attr-defined]
     if not isinstance(data, PromptDataModule):
-        raise ValueError(f"a rollout needs prompts to ask; data is {type(data).__name__}, use one with a reward (data=gsm8k)")
+        raise ValueError(
+            f"a rollout needs prompts to ask; data is {type(data).__name__}, use one with a reward (data=gsm8k)"
+        )
     if not isinstance(method, DiffusionPolicyModule):
         raise ValueError(f"a rollout needs a DiffusionPolicyModule, found {type(method).__name__}")
     return data, method

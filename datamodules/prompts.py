@@ -129,6 +129,7 @@ class PromptDataModule(L.LightningDataModule):
         self.dropped: dict[str, int] = {}
         self.loader: MicroBatchLoader | None = None
         self._position = START
+        self._laps: dict[int, list[int]] = {}
         self._check_sizes()
 
     def _check_sizes(self) -> None:
@@ -137,7 +138,8 @@ class PromptDataModule(L.LightningDataModule):
                 raise ValueError(f"data.{name}={self.__dict__[name]} must be at least 1")
         if self.group_size < 2:
             raise ValueError(
-                f"data.group_size={self.group_size}: group-relative advantages compare answers to one prompt; use 2 or more"
+                f"data.group_size={self.group_size}: group-relative advantages compare answers to one prompt;"
+                " use 2 or more"
             )
         if self.path is None and self.task is None:
             raise ValueError("there are no prompts: set data.path to a file, a saved data set or a hub name")
@@ -151,16 +153,16 @@ class PromptDataModule(L.LightningDataModule):
             lower = self.prompts_per_rollout // shares * shares
             choices = " or ".join(str(n) for n in (lower, lower + shares) if n)
             raise ValueError(
-                f"data.prompts_per_rollout={self.prompts_per_rollout} is not a multiple of updates_per_rollout × ranks ="
-                f" {self.updates_per_rollout} × {world} = {shares}; choose {choices}"
+                f"data.prompts_per_rollout={self.prompts_per_rollout} is not a multiple of updates_per_rollout × ranks"
+                f" = {self.updates_per_rollout} × {world} = {shares}; choose {choices}"
             )
         samples = self.prompts_per_rollout // shares * self.group_size
         if samples % self.micro_batch:
             divisors = [n for n in range(1, samples + 1) if samples % n == 0]
             nearest = sorted(sorted(divisors, key=lambda n: abs(n - self.micro_batch))[:2])
             raise ValueError(
-                f"{samples} completions per rank and update (prompts_per_rollout × group_size / updates / ranks) are not a"
-                f" multiple of data.micro_batch={self.micro_batch}; choose {' or '.join(map(str, nearest))}"
+                f"{samples} completions per rank and update (prompts_per_rollout × group_size / updates / ranks) are"
+                f" not a multiple of data.micro_batch={self.micro_batch}; choose {' or '.join(map(str, nearest))}"
             )
 
     def micro_batches_per_step(self, world: int) -> int:
@@ -190,7 +192,8 @@ class PromptDataModule(L.LightningDataModule):
 
     def _examples(self) -> tuple[list[Example], list[Example]]:
         if self.path is None:
-            assert self.task is not None and self.train_prompts is not None  # checked on construction
+            assert self.task is not None  # checked on construction, as is the next
+            assert self.train_prompts is not None
             return (
                 self.task.examples("train", self.train_prompts, self.seed),
                 self.task.examples("heldout", self.val_prompts, self.seed),
@@ -200,20 +203,26 @@ class PromptDataModule(L.LightningDataModule):
             return train[: self.train_prompts], read_examples(self.val_path)
         # Which rows are held out depends on the seed alone, not on how many are trained on.
         order = torch.randperm(len(train), generator=generator(self.seed, _HELD_OUT)).tolist()
-        kept = sorted(order[self.val_prompts :])[: self.train_prompts]
-        return [train[i] for i in kept], [train[i] for i in order[: self.val_prompts]]
+        heldout = [train[i] for i in order[: self.val_prompts]]
+        asked = {_conversation(example) for example in heldout}
+        rest = [train[i] for i in sorted(order[self.val_prompts :])]
+        kept = [example for example in rest if _conversation(example) not in asked]
+        if len(kept) < len(rest):
+            self._note_dropped("training: same prompt as a held-out one", len(rest) - len(kept), len(rest))
+        return kept[: self.train_prompts], heldout
 
     def _encoded(self, examples: Sequence[Example], what: str) -> list[tuple[Example, list[int]]]:
         encoded = [(example, encode_prompt(self.policy.tokenizer, example.messages)) for example in examples]
         limit = self.max_prompt_tokens
         kept = [pair for pair in encoded if pair[1] and (limit is None or len(pair[1]) <= limit)]
         if len(kept) < len(encoded):
-            self.dropped[f"{what}: empty or longer than data.max_prompt_tokens={limit}"] = len(encoded) - len(kept)
-            log.warning(
-                "%d of %d %s prompts dropped: empty or longer than data.max_prompt_tokens=%s",
-                len(encoded) - len(kept), len(encoded), what, limit,
-            )  # fmt: skip
+            reason = f"{what}: empty or longer than data.max_prompt_tokens={limit}"
+            self._note_dropped(reason, len(encoded) - len(kept), len(encoded))
         return kept
+
+    def _note_dropped(self, reason: str, count: int, of: int) -> None:
+        self.dropped[reason] = count
+        log.warning("%d of %d prompts dropped; %s", count, of, reason)
 
     def prompts_for(self, rollout: int, rank: int, world: int) -> Prompts:
         """This rank's prompts of a rollout, each repeated `group_size` times; groups stay whole.
@@ -242,7 +251,11 @@ class PromptDataModule(L.LightningDataModule):
 
     def _shuffled(self, position: int) -> int:
         lap, place = divmod(position, len(self.train))
-        return int(torch.randperm(len(self.train), generator=generator(self.seed, _ORDER, lap))[place])
+        if lap not in self._laps:
+            order = torch.randperm(len(self.train), generator=generator(self.seed, _ORDER, lap)).tolist()
+            # A rollout touches its own lap, and the next one where it ends inside.
+            self._laps = {known: self._laps[known] for known in (lap - 1,) if known in self._laps} | {lap: order}
+        return self._laps[lap][place]
 
     def ensure_rollout(self, rollout: int) -> SequenceBatch:
         """The buffer of this rollout, collected if it is not there. Every rank must call it."""
@@ -331,6 +344,10 @@ class PromptDataModule(L.LightningDataModule):
 
 # Salts that keep unrelated streams of one seed apart.
 _ORDER, _HELD_OUT = 101, 102
+
+
+def _conversation(example: Example) -> tuple[tuple[str, str], ...]:
+    return tuple((message["role"], message["content"]) for message in example.messages)
 
 
 def _micro_batch(batch: SequenceBatch, rows: Tensor, inner: int) -> Callable[[], SequenceBatch]:

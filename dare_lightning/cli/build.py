@@ -91,7 +91,9 @@ def build_callbacks(cfg: DictConfig, method: DiffusionPolicyModule) -> list[L.Ca
         callbacks.append(instantiate(cfg.rollout))
     callbacks += [instantiate(node) for node in (cfg.get("callbacks") or {}).values()]
     progress = next((c for c in callbacks if isinstance(c, Progress)), None)
-    for callback in callbacks if progress is not None else []:
+    for callback in callbacks:
+        if progress is None:
+            break
         if isinstance(callback, RolloutCallback):
             callback.progress = progress.rollout_progress("rollout")
         elif isinstance(callback, HeldOutValidation):

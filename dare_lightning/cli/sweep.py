@@ -130,6 +130,8 @@ def _parent_run(cfg: DictConfig, folder: Path) -> Iterator[dict[str, str]]:
         start_parent_run,
     )
 
+    uri: str
+    artifacts: str | None
     uri, artifacts = local_store(Path(settings["save_dir"]))
     if settings.get("tracking_uri") not in (None, uri):
         uri, artifacts = settings["tracking_uri"], settings.get("artifact_location")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dare_lightning.families.base import TorchModule
 from dare_lightning.families.checkpoint import check_keys, read_json, staged, write_tensors
 
 CONFIG_FILE = "adapter_config.json"
@@ -107,13 +108,13 @@ def match_targets(policy: nn.Module, targets: Sequence[str]) -> list[str]:
     return [name for name in linears if name in chosen]
 
 
-def has_adapter(policy: nn.Module) -> bool:
+def has_adapter(policy: TorchModule) -> bool:
     """Whether the policy carries an adapter."""
     return bool(_adapted_layers(policy))
 
 
 @contextmanager
-def adapters_disabled(policy: nn.Module) -> Iterator[None]:
+def adapters_disabled(policy: TorchModule) -> Iterator[None]:
     """Run the body with the base model: the reference policy of adapter training.
 
     Raises:
@@ -261,7 +262,7 @@ def _match(target: str, linears: Sequence[str]) -> list[str]:
     return inside or named
 
 
-def _adapted_layers(policy: nn.Module) -> dict[str, Any]:
+def _adapted_layers(policy: TorchModule) -> dict[str, Any]:
     """Adapted layers by full name. A policy that was never adapted costs no import of peft."""
     if not any(".lora_" in name for name, _ in policy.named_parameters()):
         return {}
@@ -275,7 +276,7 @@ def _refuse_second(policy: nn.Module) -> None:
         raise ValueError("the policy has an adapter already; merge it before adding another")
 
 
-def _require_adapter(policy: nn.Module) -> dict[str, Any]:
+def _require_adapter(policy: TorchModule) -> dict[str, Any]:
     layers = _adapted_layers(policy)
     if not layers:
         raise ValueError("the policy has no adapter; apply one with peft=lora, or load one")

@@ -5,14 +5,46 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+class TorchModule(Protocol):
+    """The part of `torch.nn.Module` that is used on a policy; every module has it."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Every parameter."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter with its dotted name."""
+        ...
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The module and everything inside it."""
+        ...
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The same with dotted names."""
+        ...
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Switch the gradients of all parameters."""
+        ...
+
+    def eval(self) -> Self:
+        """Switch to evaluation mode."""
+        ...
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move to a device or dtype."""
+        ...
 
 
 @runtime_checkable
-class PolicyModel(Protocol):
+class PolicyModel(TorchModule, Protocol):
     """A denoiser: a torch module that predicts every token of a sequence from a noisy copy of it.
 
     Logits are always aligned: position i of the output predicts token i. A family whose published head predicts

@@ -75,7 +75,8 @@ class SequenceBatch:
 
     def select(self, rows: Tensor | slice) -> SequenceBatch:
         """The batch of these rows, in this order."""
-        return replace(self, **{name: value[rows] for name, value in self.columns()})
+        chosen: dict[str, Any] = {name: value[rows] for name, value in self.columns()}
+        return replace(self, **chosen)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceBatch:
         """The same batch with every tensor on `device`."""
@@ -90,7 +91,8 @@ class SequenceBatch:
         if len(used) == 0:
             return self
         keep = slice(int(used[0]), int(used[-1]) + 1)
-        return replace(self, **{n: v[..., keep] if n in TOKEN_COLUMNS else v for n, v in self.columns()})
+        kept: dict[str, Any] = {n: v[..., keep] if n in TOKEN_COLUMNS else v for n, v in self.columns()}
+        return replace(self, **kept)
 
 
 # Columns whose last axis is the token axis, with the value that padding takes there.
@@ -118,7 +120,7 @@ def concatenate(batches: Sequence[SequenceBatch]) -> SequenceBatch:
     if any([name for name, _ in batch.columns()] != names for batch in batches[1:]):
         raise ValueError(f"batches hold different columns; the first has {names}")
     length = max(batch.length for batch in batches)
-    joined = {}
+    joined: dict[str, Any] = {}
     for name in names:
         parts = [getattr(batch, name) for batch in batches]
         if name in TOKEN_COLUMNS:

@@ -58,7 +58,9 @@ class Online:
             "train_prompts": 16,
             "val_prompts": 4,
         }
-        self.data = PromptDataModule(self.policy, SudokuReward("compact"), task=SudokuTask(form="compact"), **settings | data)
+        self.data = PromptDataModule(
+            self.policy, SudokuReward("compact"), task=SudokuTask(form="compact"), **settings | data
+        )
         self.method = CoupledGRPO(self.policy, partial(torch.optim.AdamW, lr=1e-2), kl_coef=0.02)
         self.rollout = RolloutCallback(sampler())
 
@@ -75,7 +77,13 @@ class Offline:
 
     def __init__(self, **data: Any) -> None:
         self.policy = tiny_llada()
-        settings: dict[str, Any] = {"batch_size": 4, "micro_batch": 2, "count": 14, "max_length": 64, "append_eos": False}
+        settings: dict[str, Any] = {
+            "batch_size": 4,
+            "micro_batch": 2,
+            "count": 14,
+            "max_length": 64,
+            "append_eos": False,
+        }
         self.data = SFTDataModule(self.policy, task=SudokuTask(form="compact"), **settings | data)
         self.method = SFT(self.policy, partial(torch.optim.AdamW, lr=1e-2))
 

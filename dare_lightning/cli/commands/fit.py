@@ -26,10 +26,10 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
     # Checkpoints hold tensors, numbers and strings only, so that reading one cannot run code.
     objects = build(cfg, run_dir)
     resume = resume_path(cfg)
-    summary = next((c for c in objects.trainer.callbacks if isinstance(c, Summary)), None)
+    summary = next((c for c in _callbacks(objects.trainer) if isinstance(c, Summary)), None)
     if summary is not None:
         summary.show = False
-    objects.trainer.callbacks.insert(0, _SaysHowToResume(run_dir, list(_typed(run_dir))))
+    _callbacks(objects.trainer).insert(0, _SaysHowToResume(run_dir, list(_typed(run_dir))))
     if resume is None and cfg.get("validate_first", True):
         objects.trainer.validate(objects.method, datamodule=objects.data, verbose=False)
     objects.trainer.fit(objects.method, datamodule=objects.data, ckpt_path=resume, weights_only=True)
@@ -54,7 +54,7 @@ def resume_path(cfg: DictConfig) -> str | None:
 
 def _finish(cfg: DictConfig, run_dir: Path, objects: Objects, summary: Summary | None) -> None:
     model_dir = run_dir / "model"
-    adapter = has_adapter(objects.policy)  # type: ignore[arg-type]
+    adapter = has_adapter(objects.policy)
     if cfg.get("export_at_end", True):
         export_policy(objects.policy, model_dir, adapter="keep" if adapter else "merge", force=True)
     metrics = {name: float(value) for name, value in objects.trainer.callback_metrics.items()}
@@ -66,8 +66,13 @@ def _finish(cfg: DictConfig, run_dir: Path, objects: Objects, summary: Summary |
         print(summary.text(objects.trainer), flush=True)
 
 
+def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
+    # Lightning sets the attribute where type checkers do not see it.
+    return trainer.callbacks  # type: ignore[attr-defined]
+
+
 def _last_checkpoint(trainer: L.Trainer) -> Path | None:
-    saved = [c.newest for c in trainer.callbacks if isinstance(c, RolloutCheckpoint)]
+    saved = [c.newest for c in _callbacks(trainer) if isinstance(c, RolloutCheckpoint)]
     return saved[0] if saved else None
 
 
