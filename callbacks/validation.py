@@ -14,6 +14,7 @@ from dare_lightning.generation.base import GenerationBackend, Progress
 from dare_lightning.methods.base import DiffusionPolicyModule
 from dare_lightning.parallel.collectives import gather_objects
 from dare_lightning.parallel.modes import frozen
+from dare_lightning.rewards.base import Reward
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +51,28 @@ class HeldOutValidation(L.Callback):
         """Answer and score this rank's held-out prompts."""
         if not isinstance(batch, Prompts) or not isinstance(pl_module, DiffusionPolicyModule):
             return
-        with frozen(pl_module):
-            self.backend.update_weights(pl_module.policy, version=trainer.global_step)
-            answers = self.backend.generate(batch.ids, batch.seeds, self.progress)
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        texts, verdicts = scored(pl_module.policy, data.reward, answers, batch.examples)
-        values = verdict_metrics(verdicts) | {"length": answers.completion_mask.sum(1).tolist()}
+        values: dict[str, list[float]] = {}
+        rows: list[dict[str, Any]] = []
+        if batch.ids:  # more ranks than held-out prompts leave some ranks without
+            data: Any = trainer.datamodule  # type: ignore[attr-defined]
+            values, rows = self._answered(trainer, pl_module, data.reward, batch)
         for name, value in mean_over_ranks(values).items():
             pl_module.log(f"val/{name}", value, batch_size=1, prog_bar=name == "solve_rate", rank_zero_only=False)
+        # Prompts are dealt to the ranks in turn: sorted, the table is the same for any number of ranks.
+        together = [row for part in gather_objects(rows) for row in part]
+        self.results = [row for _, row in sorted(together, key=lambda pair: pair[0])]
+        if trainer.is_global_zero:
+            log_samples(trainer, "val", trainer.global_step, self.results[: self.table_rows])
+
+    def _answered(
+        self, trainer: L.Trainer, method: DiffusionPolicyModule, reward: Reward, prompts: Prompts
+    ) -> tuple[dict[str, list[float]], list[tuple[int, dict[str, Any]]]]:
+        """Values behind the metrics, and rows of the samples table with their places."""
+        with frozen(method):
+            self.backend.update_weights(method.policy, version=trainer.global_step)
+            answers = self.backend.generate(prompts.ids, prompts.seeds, self.progress)
+        texts, verdicts = scored(method.policy, reward, answers, prompts.examples)
+        values = verdict_metrics(verdicts) | {"length": answers.completion_mask.sum(1).tolist()}
         rows = [
             {
                 "prompt": example.messages[-1]["content"],
@@ -68,8 +83,6 @@ class HeldOutValidation(L.Callback):
                 "status": verdict.status,
                 "index": example.index,
             }
-            for example, text, verdict in zip(batch.examples, texts, verdicts, strict=True)
+            for example, text, verdict in zip(prompts.examples, texts, verdicts, strict=True)
         ]
-        self.results = [row for part in gather_objects(rows) for row in part]
-        if trainer.is_global_zero:
-            log_samples(trainer, "val", trainer.global_step, self.results[: self.table_rows])
+        return values, list(zip(prompts.sample_index, rows, strict=True))

@@ -18,6 +18,7 @@ from dare_lightning.diffusion.rows import Rows
 from dare_lightning.families.adapters import adapters_disabled, has_adapter
 from dare_lightning.families.base import PolicyModel, token_log_probs
 from dare_lightning.methods.plans import accumulated, chunks, recomputed
+from dare_lightning.parallel.collectives import sum_over_ranks
 from dare_lightning.replay.batch import SequenceBatch
 
 GradientPlan = Literal["single", "accumulate", "replay"]
@@ -191,7 +192,8 @@ class DiffusionPolicyModule(L.LightningModule):
         """The micro-batch's share of the optimiser step's loss, in the scale Lightning expects."""
         rows = self.corrupt(batch)
         loss, metrics = self.loss_and_metrics(rows, batch)
-        self._note({"loss": (loss.detach() * self.trainer.world_size, torch.ones_like(loss))}, add=True)
+        share = torch.full_like(loss.detach(), 1 / self.trainer.world_size)
+        self._note({"loss": (loss.detach(), share)}, add=True)
         self._note(metrics)
         # Lightning divides by the accumulation count and averages over ranks; the denominators already cover both.
         return loss * (self.trainer.world_size * self.trainer.accumulate_grad_batches)
@@ -247,6 +249,13 @@ class DiffusionPolicyModule(L.LightningModule):
 
     # Lightning.
 
+    def setup(self, stage: str) -> None:
+        """Keep Lightning from converting batches to the precision of the weights.
+
+        A policy reads ids; denominators and old log-probs that travel with them must not be rounded.
+        """
+        self.trainer.precision_plugin.convert_input = _unchanged  # type: ignore[method-assign]
+
     def configure_optimizers(self) -> Any:
         """The optimiser over the trained parameters, and its scheduler."""
         optimizer = self.optimizer([p for p in self.policy.parameters() if p.requires_grad])
@@ -260,20 +269,25 @@ class DiffusionPolicyModule(L.LightningModule):
             reference.to(self.device)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Log the step's metrics: quotients of sums over all its micro-batches."""
+        """Log the step's metrics: quotients of sums over all its micro-batches and all ranks."""
         gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
         self.log("train/grad_norm", torch.nn.utils.get_total_norm(gradients))
         self.log("train/learning_rate", optimizer.param_groups[0]["lr"])
-        for name, (total, weight) in self._step_metrics.items():
-            value = total / weight.clamp_min(torch.finfo(weight.dtype).tiny)
-            self.log(f"train/{name}", value, prog_bar=name == "loss", sync_dist=True)
+        if not self._step_metrics:
+            return
+        # One message for all of them; a mean of the ranks' quotients would weigh their samples differently.
+        pairs = torch.stack([torch.stack(pair).double() for pair in self._step_metrics.values()])
+        totals, weights = sum_over_ranks(pairs, self.device).unbind(1)
+        values = totals / weights.clamp_min(torch.finfo(weights.dtype).tiny)
+        for name, value in zip(self._step_metrics, values, strict=True):
+            self.log(f"train/{name}", value, prog_bar=name == "loss")
         self._step_metrics.clear()
 
     def _note(self, metrics: dict[str, tuple[Tensor, Tensor]], add: bool = False) -> None:
         for name, (total, weight) in metrics.items():
             known = self._step_metrics.setdefault(name, [torch.zeros_like(total), torch.zeros_like(weight)])
             known[0] += total
-            # The loss is a sum of shares: its weight stays 1 however many micro-batches bring one.
+            # The loss is a sum of shares: its weight stays that of one, however many micro-batches bring one.
             known[1] = weight if add else known[1] + weight
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -291,3 +305,7 @@ class DiffusionPolicyModule(L.LightningModule):
             if missing := trained - saved.keys():
                 raise ValueError(f"the checkpoint lacks {len(missing)} adapter weights, e.g. {sorted(missing)[0]}")
             saved.update(frozen)
+
+
+def _unchanged(data: Any) -> Any:
+    return data

@@ -47,8 +47,8 @@ def trainer(callbacks: Sequence[L.Callback], **options: Any) -> L.Trainer:
 class Online:
     """Two rollouts of 4 prompts × 4 answers; 2 updates and 2 inner epochs each: 8 optimiser steps."""
 
-    def __init__(self, **data: Any) -> None:
-        self.policy = tiny_llada()
+    def __init__(self, dtype: torch.dtype = torch.float32, **data: Any) -> None:
+        self.policy = tiny_llada(dtype=dtype)
         settings: dict[str, Any] = {
             "group_size": 4,
             "prompts_per_rollout": 4,
@@ -67,7 +67,7 @@ class Online:
     def fit(self, *callbacks: L.Callback, ckpt_path: Path | None = None, **options: Any) -> L.Trainer:
         parts = [self.rollout, HeldOutValidation(sampler(0.0)), RngState(), *callbacks]
         run = trainer(parts, **options)
-        run.accumulate_grad_batches = self.data.micro_batches_per_step(1)
+        run.accumulate_grad_batches = self.data.micro_batches_per_step(run.world_size)
         run.fit(self.method, datamodule=self.data, ckpt_path=ckpt_path)
         return run
 
@@ -75,8 +75,8 @@ class Online:
 class Offline:
     """Two epochs over 14 puzzles in steps of 4, the last one shorter: 8 optimiser steps."""
 
-    def __init__(self, **data: Any) -> None:
-        self.policy = tiny_llada()
+    def __init__(self, dtype: torch.dtype = torch.float32, **data: Any) -> None:
+        self.policy = tiny_llada(dtype=dtype)
         settings: dict[str, Any] = {
             "batch_size": 4,
             "micro_batch": 2,
@@ -89,7 +89,7 @@ class Offline:
 
     def fit(self, *callbacks: L.Callback, ckpt_path: Path | None = None, **options: Any) -> L.Trainer:
         run = trainer([RngState(), *callbacks], **options)
-        run.accumulate_grad_batches = self.data.micro_batches_per_step(1)
+        run.accumulate_grad_batches = self.data.micro_batches_per_step(run.world_size)
         run.fit(self.method, datamodule=self.data, ckpt_path=ckpt_path)
         return run
 
@@ -113,6 +113,12 @@ class Keep(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if trainer.global_step in self.at:
             trainer.save_checkpoint(self.folder / f"boundary-{trainer.global_step}.ckpt")
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers write where they are started."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(params=[Online, Offline], ids=["online", "offline"])
