@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loggers import Logger
 
 from dare_lightning.callbacks.rng_state import RngState
 from dare_lightning.callbacks.rollout import RolloutCallback
@@ -20,9 +21,18 @@ from dare_lightning.datamodules.sft import SFTDataModule
 from dare_lightning.evaluation.benchmarks.sudoku import SudokuTask
 from dare_lightning.generation.builtin import BuiltinBackend
 from dare_lightning.methods.coupled_grpo import CoupledGRPO
-from dare_lightning.methods.sft import SFT
-from dare_lightning.rewards.sudoku import SudokuReward
+from dare_lightning.methods.sft import SFT, Normalization
+from dare_lightning.rewards.base import Example, Verdict
 from tests.tiny import tiny_llada
+
+
+PRECISION = {torch.float32: "32-true", torch.float64: "64-true", torch.bfloat16: "bf16-true"}
+
+
+def variety(completions: Sequence[str], examples: Sequence[Example]) -> list[Verdict]:
+    """A reward that differs within the groups of a policy that knows nothing: the share of different characters."""
+    scores = [len(set(text)) / 17 for text in completions]
+    return [Verdict(score, "right" if score > 0.7 else "wrong", text) for score, text in zip(scores, completions)]
 
 
 def sampler(temperature: float = 1.0) -> BuiltinBackend:
@@ -35,6 +45,7 @@ def trainer(callbacks: Sequence[L.Callback], **options: Any) -> L.Trainer:
         "devices": 1,
         "max_epochs": 2,
         "logger": False,
+        "log_every_n_steps": 1,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
@@ -49,6 +60,7 @@ class Online:
 
     def __init__(self, dtype: torch.dtype = torch.float32, **data: Any) -> None:
         self.policy = tiny_llada(dtype=dtype)
+        self.precision = PRECISION[dtype]
         settings: dict[str, Any] = {
             "group_size": 4,
             "prompts_per_rollout": 4,
@@ -58,15 +70,13 @@ class Online:
             "train_prompts": 16,
             "val_prompts": 4,
         }
-        self.data = PromptDataModule(
-            self.policy, SudokuReward("compact"), task=SudokuTask(form="compact"), **settings | data
-        )
+        self.data = PromptDataModule(self.policy, variety, task=SudokuTask(form="compact"), **settings | data)
         self.method = CoupledGRPO(self.policy, partial(torch.optim.AdamW, lr=1e-2), kl_coef=0.02)
         self.rollout = RolloutCallback(sampler())
 
     def fit(self, *callbacks: L.Callback, ckpt_path: Path | None = None, **options: Any) -> L.Trainer:
         parts = [self.rollout, HeldOutValidation(sampler(0.0)), RngState(), *callbacks]
-        run = trainer(parts, **options)
+        run = trainer(parts, precision=self.precision, **options)
         run.accumulate_grad_batches = self.data.micro_batches_per_step(run.world_size)
         run.fit(self.method, datamodule=self.data, ckpt_path=ckpt_path)
         return run
@@ -75,8 +85,11 @@ class Online:
 class Offline:
     """Two epochs over 14 puzzles in steps of 4, the last one shorter: 8 optimiser steps."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, **data: Any) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, normalization: Normalization = "sequence", **data: Any
+    ) -> None:
         self.policy = tiny_llada(dtype=dtype)
+        self.precision = PRECISION[dtype]
         settings: dict[str, Any] = {
             "batch_size": 4,
             "micro_batch": 2,
@@ -85,10 +98,10 @@ class Offline:
             "append_eos": False,
         }
         self.data = SFTDataModule(self.policy, task=SudokuTask(form="compact"), **settings | data)
-        self.method = SFT(self.policy, partial(torch.optim.AdamW, lr=1e-2))
+        self.method = SFT(self.policy, partial(torch.optim.AdamW, lr=1e-2), normalization=normalization)
 
     def fit(self, *callbacks: L.Callback, ckpt_path: Path | None = None, **options: Any) -> L.Trainer:
-        run = trainer([RngState(), *callbacks], **options)
+        run = trainer([RngState(), *callbacks], precision=self.precision, **options)
         run.accumulate_grad_batches = self.data.micro_batches_per_step(run.world_size)
         run.fit(self.method, datamodule=self.data, ckpt_path=ckpt_path)
         return run
@@ -115,6 +128,32 @@ class Keep(L.Callback):
             trainer.save_checkpoint(self.folder / f"boundary-{trainer.global_step}.ckpt")
 
 
+class Record(Logger):
+    """Keeps the metrics of every optimiser step, epoch and validation."""
+
+    name = version = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: dict[int, dict[str, float]] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.steps.setdefault(int(step or 0), {}).update(metrics)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to keep."""
+
+    def series(self, name: str) -> list[float]:
+        return [values[name] for _, values in sorted(self.steps.items()) if name in values]
+
+    def names(self) -> set[str]:
+        return {name for values in self.steps.values() for name in values}
+
+
+def weights(run: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in run.method.state_dict().items()}
+
+
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainers write where they are started."""
@@ -126,4 +165,4 @@ def setting(request: pytest.FixtureRequest) -> Callable[..., Any]:
     return request.param
 
 
-__all__ = ["Keep", "Offline", "Online", "RolloutCheckpoint", "sampler", "trainer"]
+__all__ = ["Keep", "Offline", "Online", "Record", "RolloutCheckpoint", "sampler", "trainer", "weights"]

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.equalities.conftest import Keep, Online
-
-
-def weights(run: Any) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in run.method.state_dict().items()}
+from tests.equalities.conftest import Keep, Online, weights
 
 
 @pytest.fixture(scope="module")

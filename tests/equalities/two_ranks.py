@@ -1,0 +1,45 @@
+"""One of two processes that train together: `python -m tests.equalities.two_ranks <folder>`.
+
+The launcher's environment says which one this is. Rank 0 leaves `two.pt` in the folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+
+from dare_lightning.parallel.collectives import rank_and_world
+from tests.equalities.conftest import Keep, Record, weights
+from tests.equalities.runs import RUNS
+
+INSIDE = "inside-3.ckpt"
+
+
+def fit(name: str, folder: Path, resume: Path | None = None) -> dict[str, Any]:
+    """Weights and metrics of one of `RUNS`, over two processes; the online one leaves a checkpoint inside a rollout."""
+    run, record, keep = RUNS[name](), Record(), Keep(folder, at=[3] if name == "online" and resume is None else [])
+    run.fit(
+        keep,
+        ckpt_path=resume,
+        devices=2,
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        logger=record,
+        default_root_dir=folder,
+    )
+    return {"weights": weights(run), "steps": record.steps, "seen": keep.seen}
+
+
+def main(folder: Path) -> None:
+    """Train everything twice where a resume is to be compared."""
+    results = {name: fit(name, folder) for name in RUNS}
+    results["resumed"] = fit("online", folder, folder / INSIDE)
+    if rank_and_world()[0] == 0:
+        torch.save(results, folder / "two.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
