@@ -1,4 +1,4 @@
-"""GSM8K and format rewards; the cases of a completion's end (FR-06)."""
+"""GSM8K and format rewards; the cases of a completion's end."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Math checking is right and bounded in every thread and process (FR-07)."""
+"""Math checking is right and bounded in every thread and process."""
 
 import multiprocessing
 import os
