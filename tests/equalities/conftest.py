@@ -20,6 +20,8 @@ from dare_lightning.datamodules.prompts import PromptDataModule
 from dare_lightning.datamodules.sft import SFTDataModule
 from dare_lightning.evaluation.benchmarks.sudoku import SudokuTask
 from dare_lightning.generation.builtin import BuiltinBackend
+from dare_lightning.families.adapters import LoRA
+from dare_lightning.methods.base import DiffusionPolicyModule
 from dare_lightning.methods.coupled_grpo import CoupledGRPO
 from dare_lightning.methods.sft import SFT, Normalization
 from dare_lightning.rewards.base import Example, Verdict
@@ -58,8 +60,16 @@ def trainer(callbacks: Sequence[L.Callback], **options: Any) -> L.Trainer:
 class Online:
     """Two rollouts of 4 prompts × 4 answers; 2 updates and 2 inner epochs each: 8 optimiser steps."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, **data: Any) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        method: type[DiffusionPolicyModule] = CoupledGRPO,
+        adapter: bool = False,
+        **data: Any,
+    ) -> None:
         self.policy = tiny_llada(dtype=dtype)
+        if adapter:
+            LoRA(rank=4, alpha=8.0).apply(self.policy)
         self.precision = PRECISION[dtype]
         settings: dict[str, Any] = {
             "group_size": 4,
@@ -71,7 +81,7 @@ class Online:
             "val_prompts": 4,
         }
         self.data = PromptDataModule(self.policy, variety, task=SudokuTask(form="compact"), **settings | data)
-        self.method = CoupledGRPO(self.policy, partial(torch.optim.AdamW, lr=1e-2), kl_coef=0.02)
+        self.method = method(self.policy, partial(torch.optim.AdamW, lr=1e-2), kl_coef=0.02)
         self.rollout = RolloutCallback(sampler())
 
     def fit(self, *callbacks: L.Callback, ckpt_path: Path | None = None, **options: Any) -> L.Trainer:
@@ -96,8 +106,9 @@ class Offline:
             "count": 14,
             "max_length": 64,
             "append_eos": False,
+            "task": SudokuTask(form="compact"),
         }
-        self.data = SFTDataModule(self.policy, task=SudokuTask(form="compact"), **settings | data)
+        self.data = SFTDataModule(self.policy, **settings | data)
         self.method = SFT(self.policy, partial(torch.optim.AdamW, lr=1e-2), normalization=normalization)
 
     def fit(self, *callbacks: L.Callback, ckpt_path: Path | None = None, **options: Any) -> L.Trainer:
