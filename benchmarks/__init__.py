@@ -1,0 +1,1 @@
+"""Measurements as ratios: `python -m benchmarks`."""
