@@ -9,7 +9,10 @@ import lightning as L
 
 from dare_lightning.callbacks.rollout import mean_over_ranks, scored, verdict_metrics
 from dare_lightning.callbacks.samples import log_samples
+from dare_lightning.datamodules.chat import encode_dialogue
 from dare_lightning.datamodules.prompts import Prompts
+from dare_lightning.datamodules.sft import Sample, supervised_batch
+from dare_lightning.evaluation.likelihood import negative_elbo
 from dare_lightning.generation.base import GenerationBackend, Progress
 from dare_lightning.methods.base import DiffusionPolicyModule
 from dare_lightning.parallel.collectives import gather_objects
@@ -25,11 +28,13 @@ class HeldOutValidation(L.Callback):
     Args:
         backend: what generates; usually the rollout's with temperature 0.
         table_rows: how many samples go into the samples table.
+        likelihood_rows: noisy rows for each reference answer, whose likelihood bound is then measured; 0 is off.
     """
 
-    def __init__(self, backend: GenerationBackend, table_rows: int = 8) -> None:
+    def __init__(self, backend: GenerationBackend, table_rows: int = 8, likelihood_rows: int = 0) -> None:
         self.backend = backend
         self.table_rows = table_rows
+        self.likelihood_rows = likelihood_rows
         self.progress: Progress | None = None
         self.results: list[dict[str, Any]] = []
 
@@ -73,6 +78,8 @@ class HeldOutValidation(L.Callback):
             answers = self.backend.generate(prompts.ids, prompts.seeds, self.progress)
         texts, verdicts = scored(method.policy, reward, answers, prompts.examples)
         values = verdict_metrics(verdicts) | {"length": answers.completion_mask.sum(1).tolist()}
+        if self.likelihood_rows:
+            values["answer_nelbo"] = self._negative_elbos(method, prompts)
         rows = [
             {
                 "prompt": example.messages[-1]["content"],
@@ -86,3 +93,25 @@ class HeldOutValidation(L.Callback):
             for example, text, verdict in zip(prompts.examples, texts, verdicts, strict=True)
         ]
         return values, list(zip(prompts.sample_index, rows, strict=True))
+
+    def _negative_elbos(self, method: DiffusionPolicyModule, prompts: Prompts) -> list[float]:
+        """NELBO in nats a token of each reference answer; examples without one are left out."""
+        samples, seeds = [], []
+        for place, (example, seed) in enumerate(zip(prompts.examples, prompts.seeds, strict=True)):
+            answer = str(example.extra.get("answer", example.ground_truth))
+            if answer:
+                messages = [*example.messages, {"role": "assistant", "content": answer}]
+                samples.append(Sample(encode_dialogue(method.policy.tokenizer, messages, _NO_LIMIT), place))
+                seeds.append(seed)
+        bounds: list[float] = []
+        for start in range(0, len(samples), _BATCH):
+            part = slice(start, start + _BATCH)
+            answers = supervised_batch(method.policy, samples[part], seeds[part]).to(method.device)
+            with frozen(method):
+                bounds += negative_elbo(method.policy, answers, self.likelihood_rows).tolist()
+        return bounds
+
+
+# A reference answer is measured whole.
+_NO_LIMIT = 1 << 20
+_BATCH = 8

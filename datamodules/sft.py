@@ -244,26 +244,8 @@ class SFTDataModule(L.LightningDataModule):
             noise: path of the noise stream in front of the sample index.
             fill_to: length to which complete sequences are filled with taught end-of-text tokens.
         """
-        length = max(fill_to, max(len(sample.encoded.ids) for sample in samples))
-        ids = torch.full((len(samples), length), self.policy.pad_token_id)
-        exists = torch.zeros(len(samples), length, dtype=torch.bool)
-        taught = torch.zeros(len(samples), length, dtype=torch.bool)
-        for row, sample in enumerate(samples):
-            used = len(sample.encoded.ids)
-            ids[row, :used] = torch.tensor(sample.encoded.ids)
-            exists[row, :used] = True
-            taught[row, :used] = torch.tensor(sample.encoded.supervised)
-            if sample.encoded.complete and used < fill_to:
-                ids[row, used:fill_to] = self.policy.eos_token_id
-                exists[row, used:fill_to] = taught[row, used:fill_to] = True
-        return SequenceBatch(
-            ids=ids,
-            attention_mask=exists,
-            response_mask=taught,
-            completion_mask=taught.clone(),
-            noise_seed=torch.tensor([derive_seed(self.seed, *noise, sample.index) for sample in samples]),
-            sample_index=torch.tensor([sample.index for sample in samples]),
-        )
+        seeds = [derive_seed(self.seed, *noise, sample.index) for sample in samples]
+        return supervised_batch(self.policy, samples, seeds, fill_to)
 
     def order(self, epoch: int) -> list[int]:
         """Positions in `train`, as this epoch goes through them."""
@@ -335,6 +317,39 @@ class SFTDataModule(L.LightningDataModule):
                 for part in _parts(samples[rank::world], self.micro_batch)
             ]
         )
+
+
+def supervised_batch(
+    policy: PolicyModel, samples: Sequence[Sample], seeds: Sequence[int], fill_to: int = 0
+) -> SequenceBatch:
+    """Conversations as columns, right-padded.
+
+    Args:
+        policy: for its pad and end-of-text ids.
+        samples: B conversations.
+        seeds: B roots of random draws.
+        fill_to: length to which complete sequences are filled with taught end-of-text tokens.
+    """
+    length = max(fill_to, max(len(sample.encoded.ids) for sample in samples))
+    ids = torch.full((len(samples), length), policy.pad_token_id)
+    exists = torch.zeros(len(samples), length, dtype=torch.bool)
+    taught = torch.zeros(len(samples), length, dtype=torch.bool)
+    for row, sample in enumerate(samples):
+        used = len(sample.encoded.ids)
+        ids[row, :used] = torch.tensor(sample.encoded.ids)
+        exists[row, :used] = True
+        taught[row, :used] = torch.tensor(sample.encoded.supervised)
+        if sample.encoded.complete and used < fill_to:
+            ids[row, used:fill_to] = policy.eos_token_id
+            exists[row, used:fill_to] = taught[row, used:fill_to] = True
+    return SequenceBatch(
+        ids=ids,
+        attention_mask=exists,
+        response_mask=taught,
+        completion_mask=taught.clone(),
+        noise_seed=torch.tensor(list(seeds)),
+        sample_index=torch.tensor([sample.index for sample in samples]),
+    )
 
 
 class Batches:
