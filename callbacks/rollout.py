@@ -45,11 +45,15 @@ def scored(
         ValueError: completions or verdicts are not one for each example, or a reward is not finite.
     """
     if len(batch) != len(examples):
-        raise ValueError(f"the backend returned {len(batch)} completions for {len(examples)} prompts; it must be one each")
+        raise ValueError(
+            f"the backend returned {len(batch)} completions for {len(examples)} prompts; it must be one each"
+        )
     texts = completion_texts(policy, batch)
     verdicts = reward(texts, examples)
     if len(verdicts) != len(texts):
-        raise ValueError(f"the reward returned {len(verdicts)} verdicts for {len(texts)} completions; it must be one each")
+        raise ValueError(
+            f"the reward returned {len(verdicts)} verdicts for {len(texts)} completions; it must be one each"
+        )
     for example, verdict in zip(examples, verdicts, strict=True):
         if not math.isfinite(verdict.reward):
             raise ValueError(f"the reward of {sample_name(example)} is {verdict.reward}; it must be a finite number")
@@ -107,8 +111,8 @@ class RolloutCallback(L.Callback):
             )
         if not self.backend.capabilities.stochastic:
             raise ValueError(
-                f"{type(self.backend).__name__} ignores the temperature: the answers of a group would be equal and every"
-                " advantage zero; choose another rollout"
+                f"{type(self.backend).__name__} ignores the temperature: the answers of a group would be equal and"
+                " every advantage zero; choose another rollout"
             )
         self.backend.validate(method.policy)
         data.check_ranks(trainer.world_size)

@@ -21,7 +21,7 @@ class StraightToFile(TorchCheckpointIO):
     """Writes where it is told to.
 
     Lightning's own makes the whole file in memory, then in the folder for temporary files (where a failure leaves
-    it), and only then in its place; here the callback takes care that a good checkpoint is never replaced by half a one.
+    it), and only then in its place; here the callback takes care that half a file never replaces a good one.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -69,6 +69,7 @@ class RolloutCheckpoint(L.Callback):
         self.required = required
         self.newest: Path | None = None
         self.failures = 0
+        self._stopped_inside = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Take the writing over from Lightning where it would use its own."""
@@ -98,17 +99,20 @@ class RolloutCheckpoint(L.Callback):
         due = self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0
         # Ranks may hear of a signal at different steps, and all of them have to save together.
         leaving = trainer.received_sigterm and trainer.world_size == 1
-        if stepped and not last and (due or leaving):
+        # Lightning closes an epoch that max_steps or a time limit cuts short; a run that is later made longer has to
+        # find it open.
+        self._stopped_inside = not last and (trainer.global_step == trainer.max_steps or trainer.should_stop)
+        if stepped and not last and (due or leaving or self._stopped_inside):
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save at the boundary, after validation."""
-        if (trainer.current_epoch + 1) % self.every_n_epochs == 0:
+        if (trainer.current_epoch + 1) % self.every_n_epochs == 0 and not self._stopped_inside:
             self.save(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Make sure that the last step is saved."""
-        if self.newest is None or self.newest.name != self._name(trainer):
+        if not self._stopped_inside and (self.newest is None or self.newest.name != self._name(trainer)):
             self.save(trainer)
 
     def _name(self, trainer: L.Trainer) -> str:

@@ -104,7 +104,9 @@ def _run(arguments: Arguments, show_traceback: bool) -> int:
     check(command, cfg, arguments.config_dirs)
     folder: Path = run_folder(cfg, command)
     cfg.run_dir = str(folder)
-    with Run(folder, command, arguments.words, show_traceback) as run:
+    # A command that goes on with this run needs the same folders of configuration.
+    folders = [f"--config-dir={path.resolve()}" for path in arguments.config_dirs]
+    with Run(folder, command, [*folders, *arguments.words], show_traceback) as run:
         run.save_config(cfg)
         if rank() == 0:
             save_composed(cfg, choices, folder)

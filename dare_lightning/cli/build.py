@@ -82,6 +82,11 @@ def _check_pair(method: DiffusionPolicyModule, data: Any, cfg: DictConfig) -> No
         raise UserError(
             "trainer.accumulate_grad_batches follows from the data's sizes; set data.micro_batch instead of it"
         )
+    if method.online and cfg.trainer.get("limit_train_batches") not in (None, 1.0):
+        raise UserError(
+            f"trainer.limit_train_batches={cfg.trainer.limit_train_batches} would leave a rollout half used;"
+            " make it smaller with data.prompts_per_rollout, or the run shorter with trainer.max_steps"
+        )
 
 
 def build_callbacks(cfg: DictConfig, method: DiffusionPolicyModule) -> list[L.Callback]:

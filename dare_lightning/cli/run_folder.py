@@ -22,6 +22,7 @@ from dare_lightning.cli.errors import UserError
 RUN_DIR_VARIABLE = "DARE_RUN_DIR"
 """Set by rank 0, so that the ranks it starts share its folder."""
 INTERRUPTED = 130
+TERMINATED = 143
 
 log = logging.getLogger("dare_lightning")
 
@@ -128,6 +129,11 @@ class Run:
             self._log_to_file(logging.WARNING, "interrupted")
             say(f"interrupted; what was saved is in {self.folder}")
             return "interrupted", "interrupted"
+        if isinstance(error, SystemExit) and error.code == TERMINATED:
+            self.exit_code = TERMINATED
+            self._log_to_file(logging.WARNING, "terminated")
+            say(f"terminated; what was saved is in {self.folder}")
+            return "interrupted", "terminated"
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return "finished", ""
         self.exit_code = 2 if isinstance(error, UserError) else 1

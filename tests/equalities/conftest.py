@@ -19,22 +19,20 @@ from dare_lightning.callbacks.validation import HeldOutValidation
 from dare_lightning.datamodules.prompts import PromptDataModule
 from dare_lightning.datamodules.sft import SFTDataModule
 from dare_lightning.evaluation.benchmarks.sudoku import SudokuTask
-from dare_lightning.generation.builtin import BuiltinBackend
 from dare_lightning.families.adapters import LoRA
+from dare_lightning.generation.builtin import BuiltinBackend
 from dare_lightning.methods.base import DiffusionPolicyModule
 from dare_lightning.methods.coupled_grpo import CoupledGRPO
 from dare_lightning.methods.sft import SFT, Normalization
 from dare_lightning.rewards.base import Example, Verdict
 from tests.tiny import tiny_llada
 
-
 PRECISION = {torch.float32: "32-true", torch.float64: "64-true", torch.bfloat16: "bf16-true"}
 
 
 def variety(completions: Sequence[str], examples: Sequence[Example]) -> list[Verdict]:
     """A reward that differs within the groups of a policy that knows nothing: the share of different characters."""
-    scores = [len(set(text)) / 17 for text in completions]
-    return [Verdict(score, "right" if score > 0.7 else "wrong", text) for score, text in zip(scores, completions)]
+    return [Verdict(len(set(text)) / 17, "right" if len(set(text)) > 12 else "wrong", text) for text in completions]
 
 
 def sampler(temperature: float = 1.0) -> BuiltinBackend:

@@ -30,7 +30,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+    shared = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_PORT": str(port),
+    }
     shared |= {"MASTER_ADDR": "127.0.0.1", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
     command = [sys.executable, "-m", "tests.equalities.two_ranks", str(folder)]
     ranks = []
@@ -84,5 +90,7 @@ def test_a_resume_of_two_ranks_inside_a_rollout_is_exact(two: Any) -> None:
 
 def test_one_rank_cannot_take_the_buffers_of_two(folder: Path) -> None:
     run = RUNS["online"]()
-    with pytest.raises(RuntimeError, match="saved by 2 ranks, this run has 1: resume with 2, or from a checkpoint at a"):
+    with pytest.raises(
+        RuntimeError, match="saved by 2 ranks, this run has 1: resume with 2, or from a checkpoint at a"
+    ):
         run.fit(ckpt_path=folder / INSIDE)

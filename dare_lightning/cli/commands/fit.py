@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig
 
 from dare_lightning.callbacks.rollout_checkpoint import RolloutCheckpoint, newest_checkpoint
 from dare_lightning.callbacks.summary import Summary
 from dare_lightning.cli.build import Objects, build
 from dare_lightning.cli.console import say
+from dare_lightning.cli.run_folder import TERMINATED
 from dare_lightning.export import export_policy
 from dare_lightning.families.adapters import has_adapter
 
@@ -22,22 +26,45 @@ log = logging.getLogger(__name__)
 
 
 def run(cfg: DictConfig, run_dir: Path) -> int:
-    """Train, validate, export; returns the exit status."""
+    """Train, validate, export; returns the exit status.
+
+    Raises:
+        SystemExit: asked to terminate (SIGTERM), with status 143.
+        KeyboardInterrupt: interrupted.
+    """
     # Checkpoints hold tensors, numbers and strings only, so that reading one cannot run code.
-    objects = build(cfg, run_dir)
     resume = resume_path(cfg)
+    objects = build(cfg, run_dir)
     summary = next((c for c in _callbacks(objects.trainer) if isinstance(c, Summary)), None)
     if summary is not None:
         summary.show = False
-    _callbacks(objects.trainer).insert(0, _SaysHowToResume(run_dir, list(_typed(run_dir))))
-    if resume is None and cfg.get("validate_first", True):
-        objects.trainer.validate(objects.method, datamodule=objects.data, verbose=False)
-    objects.trainer.fit(objects.method, datamodule=objects.data, ckpt_path=resume, weights_only=True)
+    start = _Start(run_dir, list(_typed(run_dir)))
+    _callbacks(objects.trainer).insert(0, start)
+    with _termination(objects.trainer):
+        if resume is None and cfg.get("validate_first", True):
+            objects.trainer.validate(objects.method, datamodule=objects.data, verbose=False)
+    with _termination(objects.trainer):
+        objects.trainer.fit(objects.method, datamodule=objects.data, ckpt_path=resume, weights_only=True)
     if objects.trainer.interrupted:
         raise KeyboardInterrupt
+    if not start.seen:
+        # Resumed behind the last step: what the finished run measured last is measured again.
+        say(f"nothing is left to train: the run is at its end, step {objects.trainer.global_step}")
+        objects.trainer.validate(objects.method, datamodule=objects.data, verbose=False)
     if objects.trainer.is_global_zero:
-        _finish(cfg, run_dir, objects, summary)
+        _finish(cfg, run_dir, objects, summary, keep=not start.seen)
     return 0
+
+
+@contextmanager
+def _termination(trainer: L.Trainer) -> Iterator[None]:
+    """Lightning waits for a good moment after SIGTERM; it must neither count as success nor be forgotten."""
+    try:
+        yield
+    except SIGTERMException as error:
+        raise SystemExit(TERMINATED) from error
+    if trainer.received_sigterm:
+        raise SystemExit(TERMINATED)
 
 
 def resume_path(cfg: DictConfig) -> str | None:
@@ -52,13 +79,17 @@ def resume_path(cfg: DictConfig) -> str | None:
     return str(path)
 
 
-def _finish(cfg: DictConfig, run_dir: Path, objects: Objects, summary: Summary | None) -> None:
+def _finish(cfg: DictConfig, run_dir: Path, objects: Objects, summary: Summary | None, keep: bool) -> None:
+    """Export, and write what was measured last; with `keep`, beside what `result.json` holds already."""
     model_dir = run_dir / "model"
     adapter = has_adapter(objects.policy)
     if cfg.get("export_at_end", True):
         export_policy(objects.policy, model_dir, adapter="keep" if adapter else "merge", force=True)
     metrics = {name: float(value) for name, value in objects.trainer.callback_metrics.items()}
-    (run_dir / "result.json").write_text(json.dumps(metrics, indent=2), encoding="utf-8")
+    result = run_dir / "result.json"
+    if keep and result.exists():
+        metrics = json.loads(result.read_text(encoding="utf-8")) | metrics
+    result.write_text(json.dumps(metrics, indent=2), encoding="utf-8")
     if summary is not None:
         summary.model_dir = str(model_dir)
         checkpoint = _last_checkpoint(objects.trainer)
@@ -93,23 +124,27 @@ def _typed(run_dir: Path) -> list[str]:
     return (run_dir / "overrides.txt").read_text(encoding="utf-8").splitlines()
 
 
-class _SaysHowToResume(L.Callback):
-    """Prints the command that goes on with this run, once there is a checkpoint for it."""
+class _Start(L.Callback):
+    """Prints the command that goes on with this run, once there is a checkpoint for it.
+
+    Attributes:
+        seen: whether anything was trained.
+    """
 
     def __init__(self, run_dir: Path, typed: list[str]) -> None:
         self.run_dir = run_dir
         kept = [word for word in typed if not word.startswith(("ckpt_path=", "run_dir="))]
         words = [*kept, f"run_dir={run_dir}", f"ckpt_path={run_dir / 'checkpoints'}"]
         self.command = "python -m dare_lightning fit " + " ".join(shlex.quote(word) for word in words)
+        self.seen = False
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Before the first batch the starting checkpoint is there."""
-        if self.command and trainer.is_global_zero:
+        if not self.seen and trainer.is_global_zero:
             say(f"run folder: {self.run_dir}\nif it stops, go on with:\n  {self.command}")
-            log.info("resume: %s", self.command)
-        self.command = ""
+        self.seen = True
 
 
 def load_checkpoint(path: str) -> dict[str, object]:
