@@ -57,7 +57,7 @@ class HeldOutValidation(L.Callback):
         if not isinstance(batch, Prompts) or not isinstance(pl_module, DiffusionPolicyModule):
             return
         values: dict[str, list[float]] = {}
-        rows: list[dict[str, Any]] = []
+        rows: list[tuple[int, dict[str, Any]]] = []
         if batch.ids:  # more ranks than held-out prompts leave some ranks without
             data: Any = trainer.datamodule  # type: ignore[attr-defined]
             values, rows = self._answered(trainer, pl_module, data.reward, batch)

@@ -8,10 +8,19 @@ from typing import Any
 from dare_lightning.families.llada import LLaDA
 
 PAD, BOS, EOS, END_OF_TURN, MASK, USER, ASSISTANT = range(7)
-SPECIAL_TOKENS = ("<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|eot_id|>", "<|mdm_mask|>", "<|user|>", "<|assistant|>")
+SPECIAL_TOKENS = (
+    "<|pad|>",
+    "<|startoftext|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|mdm_mask|>",
+    "<|user|>",
+    "<|assistant|>",
+)
 ALPHABET = string.digits + " \n" + string.punctuation + string.ascii_letters
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|' ~ message['role'] ~ '|>' ~ message['content'] ~ '<|eot_id|>' }}"
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' ~ message['role'] ~ '|>' ~ message['content'] ~ '<|eot_id|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
