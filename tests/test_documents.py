@@ -89,3 +89,12 @@ def test_the_first_screen_of_the_readme_has_the_commands() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert ["python -m dare_lightning fit -m" in text.split("\n## ")[0], "python -m benchmarks" in text] == [True, True]
     assert "python -m dare_lightning fit" in text.split("\n## ")[0]
+
+
+def test_every_page_is_in_the_index_and_in_the_site() -> None:
+    pages = {str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md")}
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert set(re.findall(r": (\S+\.md)$", site, flags=re.MULTILINE)) == pages
+    assert {target for target in LINK.findall((ROOT / "docs" / "README.md").read_text()) if "../" not in target} == (
+        pages - {"README.md"}
+    )
