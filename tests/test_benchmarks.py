@@ -1,0 +1,53 @@
+"""The benchmarks compare what computes the same, and refuse what does not."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as program
+from benchmarks import startup, training
+from dare_lightning.methods.coupled_grpo import CoupledGRPO
+from tests.tiny import tiny_llada
+
+
+def test_baseline_and_measured_step_agree_in_every_training_case() -> None:
+    policy = tiny_llada()
+    method = CoupledGRPO(policy, partial(torch.optim.AdamW, lr=1e-3))
+    batch = training.rollout(policy, prompts=2, longest=12, answer=4)
+    for pair in (
+        training._trimmed(method, batch),
+        training._attention(method, batch),
+        training._distinct(policy, batch),
+    ):
+        result = training.compare("case", *pair, repeats=1)
+        assert result["speedup"] == pytest.approx(result["baseline"] / result["measured"])
+
+
+def test_steps_with_different_losses_are_not_compared() -> None:
+    with pytest.raises(AssertionError):
+        training.compare("case", lambda: torch.tensor(1.0), lambda: torch.tensor(2.0), repeats=1)
+
+
+def test_the_program_names_the_machine_and_writes_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = [startup._result("help", [1.0, 0.5, 0.75])]
+    monkeypatch.setitem(program.GROUPS, "startup", lambda quick: measured)
+    assert program.main(["--only", "startup", "--json", str(tmp_path / "out.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "processor" in shown
+    assert "| help | 3 | 0.75 | 4.00x |" in shown
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["results"] == {"startup": measured}
+    assert written["machine"]["torch"] == torch.__version__
+
+
+def test_an_unknown_group_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        program.main(["--only", "sampling"])
+    assert "sampler, training, startup" in capsys.readouterr().err
