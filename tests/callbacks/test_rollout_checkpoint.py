@@ -178,3 +178,13 @@ def test_names_paste_into_a_command_line(tmp_path: Path) -> None:
     Offline().fit(saver)
     assert saver.newest is not None
     assert not set(saver.newest.name) & set("=,{}[]() '\"$*?")
+
+
+def test_a_save_that_fails_leaves_an_older_checkpoint_of_the_same_step(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    Offline().fit(RolloutCheckpoint(str(folder), every_n_steps=1, keep=9))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    saver = RolloutCheckpoint(str(folder), every_n_steps=1, keep=9)
+    Offline().fit(saver, FullFrom(7), ckpt_path=folder / "step-00000006.ckpt")
+    assert saver.failures >= 2
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
