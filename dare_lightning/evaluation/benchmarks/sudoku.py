@@ -51,14 +51,16 @@ class SudokuTask:
             file of d1 has 9 in every puzzle, its test file 8.
         form: "paper": the prompt of d1, word for word. "compact": the user message is the 16 characters of the puzzle
             (0 = empty), the answer the 16 digits of the solution.
+        careless: share of the answers to learn from that leave about half of the empty cells at 0, in [0, 1): imperfect
+            demonstrations. Puzzles, ground truth and reward are not affected.
 
     Raises:
-        ValueError: `empty` outside 1..12 or in the wrong order; an unknown form.
+        ValueError: `empty` outside 1..12 or in the wrong order; an unknown form; `careless` out of range.
 
     Source: prompt and layout of Zhao et al. 2025 (d1), arXiv:2504.12216; the puzzles are our own draws.
     """
 
-    def __init__(self, empty: tuple[int, int] | int = 9, form: Form = "paper") -> None:
+    def __init__(self, empty: tuple[int, int] | int = 9, form: Form = "paper", careless: float = 0.0) -> None:
         low, high = (empty, empty) if isinstance(empty, int) else empty
         if not 1 <= low <= high <= MAX_EMPTY:
             raise ValueError(
@@ -66,6 +68,9 @@ class SudokuTask:
             )
         if form not in get_args(Form):
             raise ValueError(f"form={form!r} is not known; choose one of {', '.join(get_args(Form))}")
+        if not 0 <= careless < 1:
+            raise ValueError(f"careless={careless} is a share of the answers; it must lie in [0, 1)")
+        self.careless = careless
         self.empty = (low, high)
         self.form = form
 
@@ -96,13 +101,23 @@ class SudokuTask:
     def _example(self, puzzle: str, index: int) -> Example:
         (solution,) = solutions(puzzle)
         prompt = puzzle if self.form == "compact" else PAPER_PROMPT.format(puzzle=puzzle)
-        answer = solution if self.form == "compact" else _paper_answer(puzzle, solution)
+        shown = self._demonstrated(puzzle, solution)
+        answer = shown if self.form == "compact" else _paper_answer(puzzle, shown)
         return Example(
             messages=[{"role": "user", "content": prompt}],
             ground_truth=solution,
             extra={"puzzle": puzzle, "answer": answer},
             source="sudoku",
             index=index,
+        )
+
+    def _demonstrated(self, puzzle: str, solution: str) -> str:
+        # A stream of its own, so that the puzzles are the same with and without careless answers.
+        rng = random.Random(f"careless {puzzle}")
+        if rng.random() >= self.careless:
+            return solution
+        return "".join(
+            clue if clue != "0" or rng.random() < 0.5 else digit for clue, digit in zip(puzzle, solution, strict=True)
         )
 
 
