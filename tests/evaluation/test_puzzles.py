@@ -172,3 +172,22 @@ def test_impossible_countdown_settings_are_refused(settings, message):
 def test_an_unknown_split_names_the_known_ones(task, reward):
     with pytest.raises(ValueError, match="train, heldout"):
         task.examples("test", 1, 0)
+
+
+def test_careless_demonstrations_leave_cells_unsolved_and_change_nothing_else() -> None:
+    clean = SudokuTask(form="compact").examples("train", 400, seed=3)
+    mixed = SudokuTask(form="compact", careless=0.6).examples("train", 400, seed=3)
+    assert [(e.messages, e.ground_truth, e.extra["puzzle"]) for e in clean] == [
+        (e.messages, e.ground_truth, e.extra["puzzle"]) for e in mixed
+    ]
+    unsolved = [e for e in mixed if e.extra["answer"] != e.ground_truth]
+    assert 0.5 < len(unsolved) / len(mixed) < 0.7
+    for example in unsolved:
+        pairs = zip(example.extra["answer"], example.ground_truth, example.extra["puzzle"], strict=True)
+        assert all(said == digit or (said == "0" and clue == "0") for said, digit, clue in pairs)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0])
+def test_a_careless_share_outside_its_range_is_refused(share: float) -> None:
+    with pytest.raises(ValueError, match="careless"):
+        SudokuTask(careless=share)
