@@ -50,7 +50,10 @@ def stratified_times(u: Tensor, rows: int) -> Tensor:
 
 
 def stratified_counts(first: Tensor, length: Tensor, rows: int) -> Tensor:
-    """l_n = ((round(k + n L / N) - 1) mod L) + 1: N evenly spread numbers of hidden tokens.
+    """l_n = ((k + round(n L / N) - 1) mod L) + 1: N evenly spread numbers of hidden tokens, each uniform on 1..L.
+
+    Where n L / N ends in 1/2, rounding the sum to even as the original does depends on k, and then l_n is not uniform
+    (L = 3, N = 2: never 3 in the second row) and the estimate is biased. Rounding the offset alone avoids it.
 
     Args:
         first: int64 [B], k, uniform on 1..L.
@@ -63,7 +66,7 @@ def stratified_counts(first: Tensor, length: Tensor, rows: int) -> Tensor:
     Source: likelihood evaluation of LLaDA, arXiv:2502.09992.
     """
     steps = torch.arange(rows, dtype=torch.float64, device=first.device) * (length[:, None].double() / rows)
-    return (torch.round(first[:, None] + steps).long() - 1) % length[:, None] + 1
+    return (first[:, None] + torch.round(steps).long() - 1) % length[:, None] + 1
 
 
 def mask_below(uniform: Tensor, maskable: Tensor, probability: Tensor) -> Tensor:
