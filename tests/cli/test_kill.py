@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +35,7 @@ FIT = [
     *("trainer.max_epochs=6",),
 ]
 STEPS = 24
+_started: list[subprocess.Popen[str]] = []
 PROGRAM = "python -m dare_lightning fit "
 
 
@@ -45,7 +46,9 @@ def _environment() -> dict[str, str]:
 def _start(folder: Path, *words: str) -> subprocess.Popen[str]:
     output = (folder / "output.txt").open("w")
     command = [sys.executable, "-m", "dare_lightning", "fit", *FIT, *words]
-    return subprocess.Popen(command, cwd=folder, env=_environment(), stdout=output, stderr=output, text=True)
+    process = subprocess.Popen(command, cwd=folder, env=_environment(), stdout=output, stderr=output, text=True)
+    _started.append(process)
+    return process
 
 
 def _command(folder: Path) -> str:
@@ -80,12 +83,25 @@ def _assert_equal(run: Path, whole: Path) -> None:
     assert _saved(run)[-1].name == f"step-{STEPS:08d}.ckpt"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_goes_on() -> Iterator[None]:
+    """A run that a failed test left behind ends with the tests."""
+    yield
+    for process in _started:
+        process.kill()
+        process.wait()
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nobody stopped, in its folder."""
     folder = tmp_path_factory.mktemp("whole")
     process = _start(folder, "run_dir=whole")
-    assert process.wait(timeout=240) == 0, (folder / "output.txt").read_text()
+    try:
+        status: int | str = process.wait(timeout=240)
+    except subprocess.TimeoutExpired:
+        status = "still running after 240 s"
+    assert status == 0, (folder / "output.txt").read_text()
     return folder / "whole"
 
 
