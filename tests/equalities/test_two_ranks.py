@@ -17,7 +17,7 @@ from tests.equalities.runs import RUNS
 from tests.equalities.two_ranks import INSIDE
 from tests.shared import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 # Clocks, and a maximum that is taken over each micro-batch.
 OWN = ("rollout/seconds", "rollout/tokens_per_second", "train/ratio_max")
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         environment = shared | {"RANK": rank, "LOCAL_RANK": rank}
         ranks.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output))
     try:
-        codes = [process.wait(timeout=240) for process in ranks]
+        codes = [process.wait(timeout=480) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
