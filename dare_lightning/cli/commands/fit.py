@@ -94,6 +94,7 @@ def _finish(cfg: DictConfig, run_dir: Path, objects: Objects, summary: Summary |
         summary.model_dir = str(model_dir)
         checkpoint = _last_checkpoint(objects.trainer)
         summary.next_commands = _next_commands(cfg, checkpoint)
+        (run_dir / "history.json").write_text(json.dumps(summary.history, indent=2), encoding="utf-8")
         print(summary.text(objects.trainer), flush=True)
 
 
