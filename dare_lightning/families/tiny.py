@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from typing import Any
 
 from dare_lightning.families.llada import LLaDA
@@ -25,22 +26,27 @@ CHAT_TEMPLATE = (
 )
 
 
-def character_tokenizer() -> Any:
-    """One token for each printable character; unknown characters read as `?`."""
+def character_tokenizer(
+    special: Sequence[str] = SPECIAL_TOKENS, alphabet: Sequence[str] = ALPHABET, chat_template: str = CHAT_TEMPLATE
+) -> Any:
+    """One token for each entry of `special`, then of `alphabet`; unknown characters read as `?`.
+
+    `special` begins with the pad, begin, end-of-text, end-of-turn and mask tokens.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    table = {name: number for number, name in enumerate([*SPECIAL_TOKENS, *ALPHABET])}
+    table = {name: number for number, name in enumerate([*special, *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(table, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token=SPECIAL_TOKENS[PAD],
-        bos_token=SPECIAL_TOKENS[BOS],
-        eos_token=SPECIAL_TOKENS[EOS],
-        chat_template=CHAT_TEMPLATE,
+        pad_token=special[PAD],
+        bos_token=special[BOS],
+        eos_token=special[EOS],
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
 
