@@ -7,10 +7,12 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 from dare_lightning.datamodules.prompts import PromptDataModule, Prompts
 from dare_lightning.diffusion.advantages import group_advantages
@@ -23,6 +25,12 @@ from dare_lightning.replay.batch import SequenceBatch, concatenate
 from dare_lightning.rewards.base import Example, Reward, Verdict, sample_name
 
 log = logging.getLogger(__name__)
+
+
+def precision_of_updates(trainer: L.Trainer) -> AbstractContextManager[None]:
+    """Autocast where updates run under it. True half precision needs no context: the weights say it."""
+    plugin = trainer.precision_plugin
+    return plugin.forward_context() if isinstance(plugin, MixedPrecision) else nullcontext()
 
 
 def completion_texts(policy: PolicyModel, batch: SequenceBatch) -> list[str]:
@@ -130,7 +138,8 @@ class RolloutCallback(L.Callback):
         data, method = _parts(self._trainer)
         prompts = data.prompts_for(rollout, *rank_and_world())
         started = time.perf_counter()
-        with frozen(method):
+        # The precision of the update: at another one, the first ratio would not be 1.
+        with frozen(method), precision_of_updates(self._trainer):
             self.backend.update_weights(method.policy, version=self._trainer.global_step)
             batch = self.backend.generate(prompts.ids, prompts.seeds, self.progress)
             generated = time.perf_counter()

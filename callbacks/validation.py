@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 
-from dare_lightning.callbacks.rollout import mean_over_ranks, scored, verdict_metrics
+from dare_lightning.callbacks.rollout import mean_over_ranks, precision_of_updates, scored, verdict_metrics
 from dare_lightning.callbacks.samples import log_samples
 from dare_lightning.datamodules.chat import encode_dialogue
 from dare_lightning.datamodules.prompts import Prompts
@@ -73,13 +73,14 @@ class HeldOutValidation(L.Callback):
         self, trainer: L.Trainer, method: DiffusionPolicyModule, reward: Reward, prompts: Prompts
     ) -> tuple[dict[str, list[float]], list[tuple[int, dict[str, Any]]]]:
         """Values behind the metrics, and rows of the samples table with their places."""
-        with frozen(method):
+        with frozen(method), precision_of_updates(trainer):
             self.backend.update_weights(method.policy, version=trainer.global_step)
             answers = self.backend.generate(prompts.ids, prompts.seeds, self.progress)
         texts, verdicts = scored(method.policy, reward, answers, prompts.examples)
         values = verdict_metrics(verdicts) | {"length": answers.completion_mask.sum(1).tolist()}
         if self.likelihood_rows:
-            values["answer_nelbo"] = self._negative_elbos(method, prompts)
+            with frozen(method), precision_of_updates(trainer):
+                values["answer_nelbo"] = self._negative_elbos(method, prompts)
         rows = [
             {
                 "prompt": example.messages[-1]["content"],
@@ -95,20 +96,18 @@ class HeldOutValidation(L.Callback):
         return values, list(zip(prompts.sample_index, rows, strict=True))
 
     def _negative_elbos(self, method: DiffusionPolicyModule, prompts: Prompts) -> list[float]:
-        """NELBO in nats a token of each reference answer; examples without one are left out."""
+        """NELBO in nats a token of each reference answer; examples without `answer` are left out."""
         samples, seeds = [], []
         for place, (example, seed) in enumerate(zip(prompts.examples, prompts.seeds, strict=True)):
-            answer = str(example.extra.get("answer", example.ground_truth))
-            if answer:
-                messages = [*example.messages, {"role": "assistant", "content": answer}]
+            if "answer" in example.extra:
+                messages = [*example.messages, {"role": "assistant", "content": str(example.extra["answer"])}]
                 samples.append(Sample(encode_dialogue(method.policy.tokenizer, messages, _NO_LIMIT), place))
                 seeds.append(seed)
         bounds: list[float] = []
         for start in range(0, len(samples), _BATCH):
             part = slice(start, start + _BATCH)
             answers = supervised_batch(method.policy, samples[part], seeds[part]).to(method.device)
-            with frozen(method):
-                bounds += negative_elbo(method.policy, answers, self.likelihood_rows).tolist()
+            bounds += negative_elbo(method.policy, answers, self.likelihood_rows).tolist()
         return bounds
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dare_lightning.cli.compose import compose
+from dare_lightning.cli.errors import UserError
 from dare_lightning.cli.tree import ConfTree
 
 COMPOSED_FILE = "composed.json"
 """In a run's folder: the options chosen, and the configuration before interpolations were resolved."""
+
+_TRUSTED = ("dare_lightning.", "torch.optim.", "lightning.pytorch.")
 
 # What a run was trained with and a reader of its checkpoint wants as well; not where and how it ran.
 INHERITED = ("completion", "scale", "model", "peft", "data", "rollout", "method")
@@ -52,6 +56,7 @@ def compose_for_checkpoint(command: str, overrides: Sequence[str], config_dirs: 
     # A run on fixed data has no rollout; who reads its checkpoint may want to generate.
     kept = [group for group in INHERITED if group in groups and group not in chosen]
     kept = [group for group in kept if group != "rollout" or saved["choices"].get(group) not in (None, "none")]
+    _check_targets(run / COMPOSED_FILE, {group: saved["config"].get(group) for group in kept})
     choices = [f"{group}={saved['choices'].get(group) or 'null'}" for group in kept]
     cfg = compose(command, [*choices, *overrides], config_dirs)
     with open_dict(cfg):
@@ -67,6 +72,20 @@ def compose_for_checkpoint(command: str, overrides: Sequence[str], config_dirs: 
                 OmegaConf.update(cfg, key, override.value())
     OmegaConf.set_struct(cfg, True)
     return cfg
+
+
+def _check_targets(file: Path, node: Any, key: str = "") -> None:
+    """A run's folder may come from anybody: what it names is built only where it belongs to this stack."""
+    if isinstance(node, Mapping):
+        target = node.get("_target_")
+        if target is not None and not str(target).startswith(_TRUSTED):
+            group = key.split(".")[0]
+            raise UserError(
+                f"{file} asks for {key}._target_={target}, which is no part of this package; if you trust it, name it"
+                f" yourself: {group}=..."
+            )
+        for name, child in node.items():
+            _check_targets(file, child, f"{key}.{name}" if key else str(name))
 
 
 def _run_named(overrides: Sequence[str]) -> Path | None:

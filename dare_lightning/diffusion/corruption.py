@@ -193,7 +193,7 @@ def draw_counts(
     drawn = 1 + (levels * length[:, None]).long()
     count = stratified_counts(drawn[:, 0], length, rows) if stratified else drawn
     mask = mask_lowest(uniform, maskable.cpu(), count)
-    return _on(maskable, mask, count / length[:, None])
+    return _on(maskable, mask, count.double() / length[:, None])
 
 
 def draw_pairs(maskable: Tensor, noise_seed: Tensor, salt: Salt = (), *, pairs: int = 1) -> tuple[Masks, Masks]:
@@ -208,8 +208,9 @@ def draw_pairs(maskable: Tensor, noise_seed: Tensor, salt: Salt = (), *, pairs: 
     length = maskable.cpu().sum(-1)[:, None]
     count = (levels * (length + 1)).long()
     mask = mask_lowest(uniform, maskable.cpu(), count)
-    level = count / (length + 1)
-    rest = (length - count) / (length + 1)
+    # Explicitly double: the quotient of integers takes the default type, which may be a half precision.
+    level = count.double() / (length + 1)
+    rest = (length - count).double() / (length + 1)
     complement = maskable.cpu()[:, None] & ~mask
     return _on(maskable, mask, level), _on(maskable, complement, rest)
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import lightning as L
 import torch
@@ -256,17 +256,30 @@ class DiffusionPolicyModule(L.LightningModule):
         """
         self.trainer.precision_plugin.convert_input = _unchanged  # type: ignore[method-assign]
 
+    def train(self, mode: bool = True) -> Self:
+        """Training mode, but for the policy of an online method: dropout would make its first ratio differ from 1."""
+        super().train(mode)
+        if self.online:
+            self.policy.eval()
+        return self
+
     def configure_optimizers(self) -> Any:
-        """The optimiser over the trained parameters, and its scheduler."""
+        """The optimiser over the trained parameters, and its scheduler.
+
+        Raises:
+            ValueError: the weights are stored too coarsely for steps of this learning rate to change them.
+        """
         optimizer = self.optimizer([p for p in self.policy.parameters() if p.requires_grad])
+        _check_resolution(optimizer)
         if self.scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"}}
 
     def on_fit_start(self) -> None:
-        """Bring the unregistered reference to the policy's device."""
+        """Bring the unregistered reference to the policy's device and precision."""
+        dtype = next(self.policy.parameters()).dtype
         for reference in self._reference:
-            reference.to(self.device)
+            reference.to(device=self.device, dtype=dtype)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the step's metrics: quotients of sums over all its micro-batches and all ranks."""
@@ -305,6 +318,22 @@ class DiffusionPolicyModule(L.LightningModule):
             if missing := trained - saved.keys():
                 raise ValueError(f"the checkpoint lacks {len(missing)} adapter weights, e.g. {sorted(missing)[0]}")
             saved.update(frozen)
+
+
+def _check_resolution(optimizer: Optimizer) -> None:
+    """An adaptive step moves a weight by about the learning rate; a step below the spacing of its type is lost."""
+    for group in optimizer.param_groups:
+        coarse = [p for p in group["params"] if p.dtype in (torch.bfloat16, torch.float16) and p.dim() > 1]
+        if not coarse:
+            continue
+        largest = max(coarse, key=lambda p: p.numel()).detach().flatten()[:100_000]
+        lost = float(((largest + group["lr"]) == largest).float().mean())
+        if lost > 0.9:
+            raise ValueError(
+                f"a learning rate of {group['lr']:.3g} changes only {100 * (1 - lost):.0f} % of the weights stored in"
+                f" {largest.dtype}; keep them in float32 (model.dtype=float32 trainer.precision=bf16-mixed), train an"
+                " adapter (peft=lora), or raise the rate"
+            )
 
 
 def _unchanged(data: Any) -> Any:

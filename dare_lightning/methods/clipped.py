@@ -45,7 +45,10 @@ class ClippedTokenMethod(DiffusionPolicyModule):
 
     def counted(self, batch: SequenceBatch) -> Tensor:
         """The tokens that count in the loss, bool [B, L]."""
-        return batch.response_mask if self.count_after_eos else batch.completion_mask
+        if not self.count_after_eos:
+            return batch.completion_mask
+        # What an early stop filled in was never sampled.
+        return batch.response_mask if batch.commit_step is None else batch.response_mask & (batch.commit_step >= 0)
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """[prompts, group] -> [prompts, group], by the configured estimator."""

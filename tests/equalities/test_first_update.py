@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,3 +83,32 @@ def test_a_single_update_needs_no_second_pass_and_has_ratio_one() -> None:
     assert run.data.buffer.batch.old_log_probs is None
     assert record.series("train/ratio_mean") == [1.0, 1.0]
     assert min(record.series("train/grad_norm")) > 1e-3
+
+
+def test_mixed_precision_scores_rollouts_as_updates_do() -> None:
+    run = Online()
+    record = Record()
+    run.precision = "bf16-mixed"
+    run.fit(logger=record)
+    assert record.series("train/ratio_max")[0] == pytest.approx(1, abs=1e-5)
+    assert record.series("train/kl")[0] == pytest.approx(0, abs=1e-9)
+
+
+def test_dropout_is_off_where_ratios_are_taken() -> None:
+    run = Online(adapter=True)
+    for module in run.policy.modules():
+        if isinstance(module, torch.nn.Identity | torch.nn.Dropout):
+            continue
+        for name, child in module.named_children():
+            if name == "lora_dropout":
+                child["default"] = torch.nn.Dropout(0.5)
+    assert any(isinstance(module, torch.nn.Dropout) for module in run.policy.modules())
+    record = _metrics(run)
+    assert record.series("train/ratio_max")[0] == pytest.approx(1, abs=1e-5)
+
+
+def test_a_learning_rate_below_the_spacing_of_the_weights_is_refused() -> None:
+    run = Online(dtype=torch.bfloat16)
+    run.method.optimizer = partial(torch.optim.AdamW, lr=5e-7)
+    with pytest.raises(ValueError, match="changes only .*bf16-mixed"):
+        run.fit()
