@@ -98,7 +98,7 @@ class DiffusionPolicyModule(L.LightningModule):
         self.gradient_plan: GradientPlan = gradient_plan
         self.rows_per_forward = rows_per_forward
         # In a tuple, so that torch does not register it: the reference is neither trained nor saved.
-        keeps_copy = kl_coef > 0 and not has_adapter(policy)
+        keeps_copy = self.needs_reference and not has_adapter(policy)
         self._reference = (copy.deepcopy(policy).requires_grad_(False).eval(),) if keeps_copy else ()
         self._step_metrics: dict[str, list[Tensor]] = {}
 
@@ -125,6 +125,11 @@ class DiffusionPolicyModule(L.LightningModule):
     def denominator(self, rows: Rows, batch: SequenceBatch) -> Tensor:
         """Float [D]: what this micro-batch adds to the numbers that the summed loss is divided by."""
         raise NotImplementedError
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference policy is kept and scored; by default where a divergence from it is paid for."""
+        return self.kl_coef > 0
 
     # Scoring.
 
@@ -168,7 +173,7 @@ class DiffusionPolicyModule(L.LightningModule):
             rows = self.corrupt(view)
             if keep_old:
                 old.append(self.frozen_log_probs(self.policy, rows, view))
-            if self.kl_coef > 0:
+            if self.needs_reference:
                 with self.reference() as reference:
                     ref.append(self.frozen_log_probs(reference, rows, view))
         return replace(
@@ -232,7 +237,12 @@ class DiffusionPolicyModule(L.LightningModule):
 
         current = self.log_likelihood(row_log_probs, rows, batch)
         old = current.detach() if batch.old_log_probs is None else estimate(batch.old_log_probs)
-        ref = None if batch.ref_log_probs is None else estimate(batch.ref_log_probs)
+        ref = None
+        if batch.ref_log_probs is not None:
+            ref = estimate(batch.ref_log_probs)
+        elif self.needs_reference:  # fixed data: no rollout has scored them
+            with self.reference() as reference:
+                ref = self.log_likelihood(self.frozen_log_probs(reference, rows, batch), rows, batch)
         return self.policy_loss(current, old, ref, rows, batch)
 
     @torch.no_grad()

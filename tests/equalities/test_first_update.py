@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -112,3 +113,24 @@ def test_a_learning_rate_below_the_spacing_of_the_weights_is_refused() -> None:
     run.method.optimizer = partial(torch.optim.AdamW, lr=5e-7)
     with pytest.raises(ValueError, match="changes only .*bf16-mixed"):
         run.fit()
+
+
+def test_fixed_data_are_scored_under_the_reference_when_they_are_used() -> None:
+    run = Online()
+    run.data.setup("fit")
+    batch = replace(_answers(run), advantage=torch.zeros(4), denominator=torch.ones(1))
+    rows = run.method.corrupt(batch)
+    _, before = run.method.loss_and_metrics(rows, batch)
+    with torch.no_grad():
+        for parameter in run.policy.parameters():
+            parameter.mul_(1.1)
+    _, after = run.method.loss_and_metrics(rows, batch)
+    assert before["kl"][0] == pytest.approx(0, abs=1e-9)
+    assert after["kl"][0] > 1e-4
+
+
+def _answers(run: Online) -> SequenceBatch:
+    prompts = run.data.prompts_for(0, 0, 1)
+    backend = run.rollout.backend
+    backend.update_weights(run.policy, version=0)
+    return backend.generate(prompts.ids[:4], prompts.seeds[:4])
