@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from dare_lightning.families.checkpoint import sync_to_disk
 from dare_lightning.parallel.collectives import gather_objects
 
 log = logging.getLogger(__name__)
@@ -157,20 +157,12 @@ class RolloutCheckpoint(L.Callback):
         return None
 
     def _commit(self, part: Path, target: Path) -> None:
-        _flush(part)
+        sync_to_disk(part)
         part.replace(target)
-        _flush(self.folder)
+        sync_to_disk(self.folder)
         for old in _by_age(self.folder)[: -self.keep]:
             if old != target:
                 old.unlink()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _by_age(folder: Path) -> list[Path]:

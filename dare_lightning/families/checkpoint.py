@@ -173,12 +173,12 @@ def staged(folder: Path, stale: Sequence[str]) -> Iterator[Path]:
         scratch.mkdir(parents=True)
         yield scratch
         for path in [*scratch.iterdir(), scratch]:
-            _sync(path)
+            sync_to_disk(path)
         if existed:
             _replace_files(scratch, folder, stale)
         else:
             scratch.rename(folder)
-        _sync(home)
+        sync_to_disk(home)
     except OSError as error:
         state = "what it held before is untouched" if existed else "nothing was left there"
         raise OSError(error.errno, f"could not write {folder} ({error}); {state}") from error
@@ -324,7 +324,7 @@ def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
     return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
 
 
-def _sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Have the disk hold this file, or this folder's list of names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
