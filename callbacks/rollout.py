@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from dare_lightning.datamodules.prompts import PromptDataModule, Prompts
-from dare_lightning.diffusion.advantages import group_advantages
 from dare_lightning.families.base import PolicyModel
 from dare_lightning.generation.base import GenerationBackend, Progress
 from dare_lightning.methods.base import DiffusionPolicyModule
@@ -66,6 +65,31 @@ def scored(
         if not math.isfinite(verdict.reward):
             raise ValueError(f"the reward of {sample_name(example)} is {verdict.reward}; it must be a finite number")
     return texts, verdicts
+
+
+def step_rewards(
+    policy: PolicyModel, reward: Reward, batch: SequenceBatch, examples: Sequence[Example]
+) -> torch.Tensor:
+    """The reward of each forward pass's proposals taken as the answer, float32 [B, T]; 0 after a row's last pass.
+
+    Equal proposals of a row are verified once.
+
+    Raises:
+        ValueError: the backend recorded no proposals, or a reward is not finite.
+    """
+    if batch.proposals is None or batch.forward_passes is None:
+        raise ValueError("every step is to be rewarded, but the rollout recorded no proposals")
+    count, passes, _ = batch.proposals.shape
+    made = torch.arange(passes, device=batch.ids.device) < batch.forward_passes[:, None]
+    row, step = made.nonzero(as_tuple=True)
+    read = torch.cat([row[:, None], batch.proposals[row, step]], 1)
+    _, place = torch.unique(read, dim=0, return_inverse=True)
+    first = torch.full((int(place.max()) + 1,), len(row), device=place.device)
+    first.scatter_reduce_(0, place, torch.arange(len(row), device=place.device), "amin")
+    answers = replace(batch.select(row[first]), ids=batch.proposals[row[first], step[first]])
+    _, verdicts = scored(policy, reward, answers, [examples[i] for i in row[first].tolist()])
+    found = torch.tensor([verdict.reward for verdict in verdicts], dtype=torch.float32, device=place.device)
+    return torch.zeros(count, passes, device=place.device).masked_scatter(made, found[place])
 
 
 def verdict_metrics(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
@@ -141,10 +165,12 @@ class RolloutCallback(L.Callback):
         # The precision of the update: at another one, the first ratio would not be 1.
         with frozen(method), precision_of_updates(self._trainer):
             self.backend.update_weights(method.policy, version=self._trainer.global_step)
-            batch = self.backend.generate(prompts.ids, prompts.seeds, self.progress)
+            batch = self.backend.generate(
+                prompts.ids, prompts.seeds, self.progress, record_states="states" in method.needs
+            )
             generated = time.perf_counter()
             texts, verdicts = scored(method.policy, data.reward, batch, prompts.examples)
-            batch = self._with_advantages(method, batch, prompts, verdicts)
+            batch = self._with_advantages(data, method, batch, prompts, verdicts)
             judged = time.perf_counter()
             batch = self._frozen(data, method, batch)
         values = verdict_metrics(verdicts) | _shape_metrics(batch, texts, data.group_size)
@@ -158,18 +184,25 @@ class RolloutCallback(L.Callback):
         return batch.to("cpu"), mean_over_ranks(values)
 
     def _with_advantages(
-        self, method: DiffusionPolicyModule, batch: SequenceBatch, prompts: Prompts, verdicts: Sequence[Verdict]
+        self,
+        data: PromptDataModule,
+        method: DiffusionPolicyModule,
+        batch: SequenceBatch,
+        prompts: Prompts,
+        verdicts: Sequence[Verdict],
     ) -> SequenceBatch:
         rewards = torch.tensor([verdict.reward for verdict in verdicts], dtype=torch.float32)
-        groups = torch.tensor(prompts.group_index)
         device = batch.ids.device
-        return replace(
+        rewarded = replace(
             batch,
             sample_index=torch.tensor(prompts.sample_index).to(device),
-            group_index=groups.to(device),
+            group_index=torch.tensor(prompts.group_index).to(device),
             reward=rewards.to(device),
-            advantage=group_advantages(rewards, groups, method.advantages).advantage.to(device),
         )
+        if method.scores_steps:
+            steps = step_rewards(method.policy, data.reward, batch, prompts.examples)
+            rewarded = replace(rewarded, step_rewards=steps.to(device))
+        return method.credit(rewarded)
 
     def _frozen(self, data: PromptDataModule, method: DiffusionPolicyModule, batch: SequenceBatch) -> SequenceBatch:
         size = self.score_batch or data.micro_batch

@@ -9,6 +9,10 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+MAX_LOGITS = 2**24
+"""The most logits that scoring holds at a time: 64 MB in float32."""
 
 
 class TorchModule(Protocol):
@@ -126,16 +130,53 @@ def token_log_probs(
     Returns:
         float [B, L].
     """
+    rows = score_mask.any(1).nonzero().flatten()
+    if len(rows) == 0:
+        # One row still runs, so that every parameter has a gradient (of 0), which data-parallel training expects.
+        rows = torch.zeros(1, dtype=torch.int64, device=score_mask.device)
+    used = attention_mask[rows].any(0).nonzero().flatten().tolist()
+    columns = slice(used[0], used[-1] + 1) if used else slice(None)
+    noisy, clean, exists = noisy_ids[rows, columns], clean_ids[rows, columns], attention_mask[rows, columns]
     # Rows that read the same are run once: with the whole response hidden, all answers to a prompt are one row.
-    read = [noisy_ids, attention_mask.long()] + ([] if policy.block_length is None else [clean_ids])
+    read = [noisy, exists.long()] + ([] if policy.block_length is None else [clean])
     place, first = _distinct(torch.cat(read, dim=1))
-    hidden = policy.denoise(noisy_ids[first], clean_ids[first], attention_mask[first])
-    row, column = score_mask.nonzero(as_tuple=True)
-    logits = policy.logits(hidden[place[row], column])
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    hidden = policy.denoise(noisy[first], clean[first], exists[first])
+    scored = score_mask[rows, columns]
+    row, column = scored.nonzero(as_tuple=True)
     targets = (clean_ids if target_ids is None else target_ids)[score_mask]
-    chosen = logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
+    chosen = chosen_log_probs(policy, hidden[place[row], column], targets, temperature)
     return chosen.new_zeros(noisy_ids.shape).masked_scatter(score_mask, chosen)
+
+
+def chosen_log_probs(policy: PolicyModel, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
+    """log softmax(logits / temperature) of the targets, without a [N, V] tensor of all positions.
+
+    Positions pass the output head in pieces of at most `MAX_LOGITS` logits. Where there are several, the backward
+    pass computes each piece's logits again, so memory does not grow with the vocabulary.
+
+    Args:
+        hidden: float [N, H].
+        targets: int64 [N].
+
+    Returns:
+        float [N], at least float32.
+    """
+
+    def score(states: Tensor, wanted: Tensor) -> Tensor:
+        logits = policy.logits(states)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if temperature != 1:
+            logits = logits / temperature
+        return logits.gather(-1, wanted[:, None]).squeeze(-1) - logits.logsumexp(-1)
+
+    size = max(1, MAX_LOGITS // policy.logits(hidden[:1].detach()).shape[-1])
+    if len(hidden) <= size:
+        return score(hidden, targets)
+    pieces = [
+        checkpoint(score, states, wanted, use_reentrant=False, preserve_rng_state=False)
+        for states, wanted in zip(hidden.split(size), targets.split(size), strict=True)
+    ]
+    return torch.cat(pieces)
 
 
 def _distinct(rows: Tensor) -> tuple[Tensor, Tensor]:

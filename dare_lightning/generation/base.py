@@ -21,11 +21,17 @@ class Capabilities:
         stochastic: honours the temperature, so that a group's completions differ.
         commit_steps: returns the forward pass that wrote each token.
         log_probs: returns each token's log-prob when it was written.
+        states: can record what every forward pass read and proposed, and how sure it was.
+        left_to_right: writes one token a pass, from the left.
+        tree: grows a prompt's completions as a tree, and says which node each belongs to.
     """
 
     stochastic: bool
     commit_steps: bool
     log_probs: bool
+    states: bool = False
+    left_to_right: bool = False
+    tree: bool = False
 
 
 class GenerationBackend(Protocol):
@@ -50,7 +56,11 @@ class GenerationBackend(Protocol):
         ...
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], progress: Progress | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        progress: Progress | None = None,
+        record_states: bool = False,
     ) -> SequenceBatch:
         """One completion for each prompt, in order, on the CPU or the policy's device.
 
@@ -58,5 +68,6 @@ class GenerationBackend(Protocol):
             prompts: B token-id lists, at least one token each.
             seeds: B integers; row i draws from seeds[i] alone. They become `noise_seed`.
             progress: told about denoising steps.
+            record_states: fill `states`, `proposals` and `confidence`; only where the capabilities say so.
         """
         ...

@@ -144,7 +144,11 @@ class BuiltinBackend:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], progress: Progress | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        progress: Progress | None = None,
+        record_states: bool = False,
     ) -> SequenceBatch:
         """One completion for each prompt, in order, on the CPU; `stats` then tells what it cost.
 
@@ -157,11 +161,14 @@ class BuiltinBackend:
             prompts: B token-id lists, at least one token each; any id is taken as a real token.
             seeds: B integers; row i draws from seeds[i] alone.
             progress: told about denoising steps, over all batches.
+            record_states: see `GenerationBackend.generate`.
 
         Raises:
             RuntimeError: no policy yet.
-            ValueError: no prompt, an empty one, or not one seed for each.
+            ValueError: no prompt, an empty one, not one seed for each, or states asked for that are not recorded.
         """
+        if record_states and not self.capabilities.states:
+            raise ValueError("these sampler settings record no states; `capabilities` says so")
         if self._policy is None:
             raise RuntimeError("the built-in backend has no policy yet: call update_weights before generate")
         _check_prompts(prompts, seeds)

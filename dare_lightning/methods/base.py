@@ -10,14 +10,17 @@ from typing import Any, ClassVar, Literal, Self
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from dare_lightning.diffusion.advantages import group_advantages
 from dare_lightning.diffusion.rows import Rows
 from dare_lightning.families.adapters import adapters_disabled, has_adapter
 from dare_lightning.families.base import PolicyModel, token_log_probs
 from dare_lightning.methods.plans import accumulated, chunks, recomputed
+from dare_lightning.methods.resolution import check_resolution
 from dare_lightning.parallel.collectives import sum_over_ranks
 from dare_lightning.replay.batch import SequenceBatch
 
@@ -65,6 +68,8 @@ class DiffusionPolicyModule(L.LightningModule):
     """Whether the data are the policy's own rollouts."""
     additive_rows: ClassVar[bool] = False
     """Whether the loss is a sum over rows, so that rows can be differentiated one after another."""
+    scores_steps: ClassVar[bool] = False
+    """Whether the proposals of every forward pass are verified as an answer (`SequenceBatch.step_rewards`)."""
 
     def __init__(
         self,
@@ -97,9 +102,7 @@ class DiffusionPolicyModule(L.LightningModule):
         self.temperature = temperature
         self.gradient_plan: GradientPlan = gradient_plan
         self.rows_per_forward = rows_per_forward
-        # In a tuple, so that torch does not register it: the reference is neither trained nor saved.
-        keeps_copy = self.needs_reference and not has_adapter(policy)
-        self._reference = (copy.deepcopy(policy).requires_grad_(False).eval(),) if keeps_copy else ()
+        self._reference: tuple[PolicyModel, ...] = ()
         self._step_metrics: dict[str, list[Tensor]] = {}
 
     # The hooks.
@@ -109,12 +112,27 @@ class DiffusionPolicyModule(L.LightningModule):
         raise NotImplementedError
 
     def log_likelihood(self, row_log_probs: Tensor, rows: Rows, batch: SequenceBatch) -> Tensor:
-        """Row log-probs [B, N, L] -> the method's estimate: [B, L] by token, [B, N, L] by row, or [B] by sequence."""
+        """Row log-probs [B, N, L] -> the method's estimate, at its level.
+
+        Returns:
+            [B, L] by token, [B, N, L] by token of a row, [B, N] by row, or [B] by sequence.
+        """
         raise NotImplementedError
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """Rewards [prompts, group] -> advantages of the same shape."""
         raise NotImplementedError
+
+    def credit(self, batch: SequenceBatch) -> SequenceBatch:
+        """The rewarded batch of a rollout with its advantages; whole groups, in any order.
+
+        By default each completion gets one, from `advantages` of its group. A method whose unit is not the completion
+        fills another column (`step_advantage`) here.
+        """
+        assert batch.reward is not None  # the rollout fills both
+        assert batch.group_index is not None
+        found = group_advantages(batch.reward, batch.group_index, self.advantages)
+        return replace(batch, advantage=found.advantage)
 
     def policy_loss(
         self, log_likelihood: Tensor, old: Tensor, ref: Tensor | None, rows: Rows, batch: SequenceBatch
@@ -131,11 +149,25 @@ class DiffusionPolicyModule(L.LightningModule):
         """Whether a reference policy is kept and scored; by default where a divergence from it is paid for."""
         return self.kl_coef > 0
 
+    def teaches(self, batch: SequenceBatch) -> Tensor | None:
+        """bool [B], the samples whose loss can have a gradient; None for all. The others are never run.
+
+        By default a completion without advantage teaches nothing, unless it is compared with a reference.
+        """
+        if not self.online or self.needs_reference or batch.advantage is None:
+            return None
+        return batch.advantage != 0
+
     # Scoring.
 
     def row_log_probs(self, policy: PolicyModel, rows: Rows, batch: SequenceBatch) -> Tensor:
-        """log-probs of the scored positions of every row under `policy`, float [B, N, L]; 0 elsewhere."""
+        """log-probs of the scored positions of every row under `policy`, float [B, N, L]; 0 elsewhere.
+
+        Samples that teach nothing (see `teaches`) are left out: their log-probs are 0 under every policy.
+        """
         samples, count, length = rows.noisy_ids.shape
+        taught = self.teaches(batch)
+        score_mask = rows.score_mask if taught is None else rows.score_mask & taught.view(-1, 1, 1)
 
         def flat(column: Tensor) -> Tensor:
             return column.reshape(samples * count, length)
@@ -148,7 +180,7 @@ class DiffusionPolicyModule(L.LightningModule):
             flat(rows.noisy_ids),
             repeated(batch.ids),
             repeated(batch.attention_mask),
-            flat(rows.score_mask),
+            flat(score_mask),
             None if rows.target_ids is None else flat(rows.target_ids),
             self.temperature,
         )
@@ -184,12 +216,24 @@ class DiffusionPolicyModule(L.LightningModule):
 
     @contextmanager
     def reference(self) -> Iterator[PolicyModel]:
-        """The reference policy: the frozen copy, or the base model under the switched-off adapter."""
+        """The reference policy: the frozen copy, or the base model under the switched-off adapter.
+
+        Raises:
+            RuntimeError: no copy was kept.
+        """
         if self._reference:
             yield self._reference[0]
-        else:
+        elif has_adapter(self.policy):
             with adapters_disabled(self.policy):
                 yield self.policy
+        else:
+            raise RuntimeError("no reference policy was kept: call keep_reference() before the policy is trained")
+
+    def keep_reference(self) -> None:
+        """Freeze a copy of the policy as it is now, where one is needed; an adapter's base needs no copy."""
+        if self.needs_reference and not self._reference and not has_adapter(self.policy):
+            # In a tuple, so that torch does not register it: the reference is neither trained nor saved.
+            self._reference = (copy.deepcopy(self.policy).requires_grad_(False).eval(),)
 
     # The loop body.
 
@@ -260,10 +304,22 @@ class DiffusionPolicyModule(L.LightningModule):
     # Lightning.
 
     def setup(self, stage: str) -> None:
-        """Keep Lightning from converting batches to the precision of the weights.
+        """Keep the reference of a training run, and Lightning from converting batches to the weights' precision.
 
         A policy reads ids; denominators and old log-probs that travel with them must not be rounded.
+
+        Raises:
+            ValueError: the gradient plan does not work under the strategy.
         """
+        if stage == "fit":
+            self.keep_reference()
+            if self.gradient_plan == "accumulate" and isinstance(
+                self.trainer.strategy, (FSDPStrategy, ModelParallelStrategy)
+            ):
+                raise ValueError(
+                    "method.gradient_plan=accumulate differentiates outside of the sharding's hooks; use replay under"
+                    f" {type(self.trainer.strategy).__name__}"
+                )
         self.trainer.precision_plugin.convert_input = _unchanged  # type: ignore[method-assign]
 
     def train(self, mode: bool = True) -> Self:
@@ -280,7 +336,7 @@ class DiffusionPolicyModule(L.LightningModule):
             ValueError: the weights are stored too coarsely for steps of this learning rate to change them.
         """
         optimizer = self.optimizer([p for p in self.policy.parameters() if p.requires_grad])
-        _check_resolution(optimizer)
+        check_resolution(optimizer)
         if self.scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"}}
@@ -328,22 +384,6 @@ class DiffusionPolicyModule(L.LightningModule):
             if missing := trained - saved.keys():
                 raise ValueError(f"the checkpoint lacks {len(missing)} adapter weights, e.g. {sorted(missing)[0]}")
             saved.update(frozen)
-
-
-def _check_resolution(optimizer: Optimizer) -> None:
-    """An adaptive step moves a weight by about the learning rate; a step below the spacing of its type is lost."""
-    for group in optimizer.param_groups:
-        coarse = [p for p in group["params"] if p.dtype in (torch.bfloat16, torch.float16) and p.dim() > 1]
-        if not coarse:
-            continue
-        largest = max(coarse, key=lambda p: p.numel()).detach().flatten()[:100_000]
-        lost = float(((largest + group["lr"]) == largest).float().mean())
-        if lost > 0.9:
-            raise ValueError(
-                f"a learning rate of {group['lr']:.3g} changes only {100 * (1 - lost):.0f} % of the weights stored in"
-                f" {largest.dtype}; keep them in float32 (model.dtype=float32 trainer.precision=bf16-mixed), train an"
-                " adapter (peft=lora), or raise the rate"
-            )
 
 
 def _unchanged(data: Any) -> Any:

@@ -30,7 +30,15 @@ class SequenceBatch:
         old_log_probs, ref_log_probs: float32 [B, K, N, L], row log-probs for each inner epoch K and noisy row N.
         commit_step: int64 [B, L], 0-based forward pass that wrote the token; -1 elsewhere.
         commit_log_probs: float32 [B, L], log-prob of the token when it was written, under the sampling policy.
-        forward_passes: int64 [B], forward passes this row took part in.
+        forward_passes: int64 [B], forward passes this row took part in; T is the most of any row.
+        states: int64 [B, T, L], what each forward pass read. Where no token is ever hidden again the states follow
+            from `commit_step`, and this is None.
+        proposals: int64 [B, T, L], the tokens each pass proposed for the masks it read; elsewhere what it read.
+        confidence: float32 [B, T, L], the probability of each proposal when it was made; 0 where there was none.
+        step_rewards: float32 [B, T], the reward of each pass's proposals taken as the answer.
+        step_advantage: float32 [B, T], an advantage for each forward pass instead of one for the sequence.
+        node_index: int64 [B, D], for completions grown as a tree the node each belongs to at depth 1 to D; the numbers
+            of one depth are those of different nodes, and the deepest is the completion's own.
         iteration: the inner epoch this micro-batch belongs to.
         denominator: float [D], what each part of the summed loss is divided by: a total over the whole optimiser
             step, all micro-batches and all ranks.
@@ -50,6 +58,12 @@ class SequenceBatch:
     commit_step: Tensor | None = None
     commit_log_probs: Tensor | None = None
     forward_passes: Tensor | None = None
+    states: Tensor | None = None
+    proposals: Tensor | None = None
+    confidence: Tensor | None = None
+    step_rewards: Tensor | None = None
+    step_advantage: Tensor | None = None
+    node_index: Tensor | None = None
     iteration: int = 0
     denominator: Tensor | None = None
 
@@ -105,11 +119,23 @@ TOKEN_COLUMNS: dict[str, int | float | bool] = {
     "ref_log_probs": 0.0,
     "commit_step": -1,
     "commit_log_probs": 0.0,
+    "states": 0,
+    "proposals": 0,
+    "confidence": 0.0,
+}
+
+# Columns whose second axis counts forward passes, with the value that stands after a row's last pass.
+STEP_COLUMNS: dict[str, int | float] = {
+    "states": 0,
+    "proposals": 0,
+    "confidence": 0.0,
+    "step_rewards": 0.0,
+    "step_advantage": 0.0,
 }
 
 
 def concatenate(batches: Sequence[SequenceBatch]) -> SequenceBatch:
-    """One batch of all rows; shorter ones are padded on the right.
+    """One batch of all rows; shorter ones are padded on the right, and after their last forward pass.
 
     Raises:
         ValueError: no batch, or batches that do not hold the same columns.
@@ -124,6 +150,15 @@ def concatenate(batches: Sequence[SequenceBatch]) -> SequenceBatch:
     for name in names:
         parts = [getattr(batch, name) for batch in batches]
         if name in TOKEN_COLUMNS:
-            parts = [torch.nn.functional.pad(p, (0, length - p.shape[-1]), value=TOKEN_COLUMNS[name]) for p in parts]
+            parts = [_padded(p, p.ndim - 1, length, TOKEN_COLUMNS[name]) for p in parts]
+        if name in STEP_COLUMNS:
+            passes = max(part.shape[1] for part in parts)
+            parts = [_padded(p, 1, passes, STEP_COLUMNS[name]) for p in parts]
         joined[name] = torch.cat(parts)
     return replace(batches[0], **joined, denominator=None)
+
+
+def _padded(column: Tensor, axis: int, size: int, value: int | float | bool) -> Tensor:
+    missing = list(column.shape)
+    missing[axis] = size - column.shape[axis]
+    return torch.cat([column, column.new_full(missing, value)], axis) if missing[axis] else column

@@ -100,9 +100,13 @@ class Short(BuiltinBackend):
     """Forgets the last two completions."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], progress: Progress | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        progress: Progress | None = None,
+        record_states: bool = False,
     ) -> SequenceBatch:
-        batch = super().generate(prompts, seeds, progress)
+        batch = super().generate(prompts, seeds, progress, record_states)
         return batch.select(slice(0, len(batch) - 2))
 
 

@@ -118,6 +118,7 @@ def test_a_learning_rate_below_the_spacing_of_the_weights_is_refused() -> None:
 def test_fixed_data_are_scored_under_the_reference_when_they_are_used() -> None:
     run = Online()
     run.data.setup("fit")
+    run.method.keep_reference()
     batch = replace(_answers(run), advantage=torch.zeros(4), denominator=torch.ones(1))
     rows = run.method.corrupt(batch)
     _, before = run.method.loss_and_metrics(rows, batch)

@@ -27,7 +27,9 @@ class Outcome(NamedTuple):
 
 def build(method: type[DiffusionPolicyModule], policy: Any, **settings: Any) -> Any:
     """The method on this policy; its optimiser is never used."""
-    return method(policy=policy, optimizer=SGD, **settings)
+    module = method(policy=policy, optimizer=SGD, **settings)
+    module.keep_reference()
+    return module
 
 
 def run(module: DiffusionPolicyModule, rows: Rows, batch: SequenceBatch, denominator: Tensor | None = None) -> Outcome:

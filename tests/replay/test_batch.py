@@ -94,3 +94,14 @@ def test_to_moves_the_denominator_too() -> None:
     moved = replace(batch(), denominator=torch.ones(1)).to("meta")
     assert moved.denominator is not None
     assert {t.device.type for t in (moved.denominator, *(c for _, c in moved.columns()))} == {"meta"}
+
+
+def test_batches_of_different_numbers_of_forward_passes_are_padded_after_the_last_pass() -> None:
+    short = replace(batch(1, 4), states=torch.full((1, 2, 4), 3), step_rewards=torch.ones(1, 2))
+    long = replace(batch(2, 5), states=torch.full((2, 3, 5), 7), step_rewards=torch.ones(2, 3))
+    joined = concatenate([short, long])
+    assert joined.states is not None
+    assert joined.step_rewards is not None
+    assert joined.states.shape == (3, 3, 5)
+    assert joined.states[0].tolist() == [[3, 3, 3, 3, 0], [3, 3, 3, 3, 0], [0] * 5]
+    assert joined.step_rewards.tolist() == [[1, 1, 0], [1, 1, 1], [1, 1, 1]]

@@ -1,0 +1,50 @@
+"""Completions that teach nothing are never run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dare_lightning.methods.coupled_grpo import CoupledGRPO
+from dare_lightning.methods.d1 import D1
+from tests.methods.harness import build, run
+from tests.methods.table_model import TablePolicy, random_tables, sequence_batch
+
+
+def _batch(advantage: list[float]) -> Any:
+    ids = torch.randint(0, 8, (4, 9), generator=torch.Generator().manual_seed(3))
+    return sequence_batch(ids, 3, advantage=torch.tensor(advantage, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("method", [D1, CoupledGRPO])
+def test_a_completion_without_advantage_is_not_run_and_counts_in_the_denominator(method: Any) -> None:
+    policy = TablePolicy(random_tables())
+    module = build(method, policy)
+    batch = _batch([1.0, 0.0, 0.0, -0.5])
+    read = []
+    denoise = policy.denoise
+    policy.denoise = lambda noisy, *rest: (read.append(len(noisy)), denoise(noisy, *rest))[1]  # type: ignore[method-assign]
+    rows = module.corrupt(batch)
+    skipped = run(module, rows, batch)
+    few = sum(read)
+    read.clear()
+    module.teaches = lambda batch: None
+    whole = run(module, rows, batch)
+    assert few < sum(read)
+    torch.testing.assert_close(skipped.loss, whole.loss)
+    torch.testing.assert_close(skipped.gradient, whole.gradient)
+
+
+def test_with_a_reference_every_completion_is_run() -> None:
+    module = build(D1, TablePolicy(random_tables()), kl_coef=0.1)
+    assert module.teaches(_batch([1.0, 0.0, 0.0, -0.5])) is None
+
+
+def test_a_micro_batch_without_any_advantage_has_loss_and_gradient_zero() -> None:
+    module = build(D1, TablePolicy(random_tables()))
+    batch = _batch([0.0] * 4)
+    outcome = run(module, module.corrupt(batch), batch)
+    assert outcome.loss == 0
+    assert not outcome.gradient.any()
