@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dare_lightning.families.experts import ExpertPlaces, split_experts
+
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
@@ -94,7 +96,7 @@ def load_weights(module: nn.Module, folder: Path, dtype: str | None = None) -> N
     """Fill a module, built on the meta device, with the folder's weights.
 
     Args:
-        module: its state dict has the published names.
+        module: its state dict has the published names, but for stacked experts (`split_experts`).
         folder: holds model.safetensors, or model.safetensors.index.json and its shards.
         dtype: "float32", "bfloat16" or "float16"; None or "auto" keeps what the files hold.
 
@@ -107,11 +109,14 @@ def load_weights(module: nn.Module, folder: Path, dtype: str | None = None) -> N
     found: dict[str, tuple[int, ...]] = {}
     for path, listed in files.items():
         found |= _shapes(path, listed)
-    check_keys({name: tuple(value.shape) for name, value in module.state_dict().items()}, found, str(folder))
+    own = module.state_dict()
+    check_keys({name: tuple(value.shape) for name, value in split_experts(own).items()}, found, str(folder))
     state: dict[str, Tensor] = {}
+    places = ExpertPlaces(own)
     for path in files:
         with _opened(path) as reader:
-            state |= {name: reader.get_tensor(name).to(dtype=wanted) for name in reader.keys()}  # noqa: SIM118
+            for name in reader.keys():  # noqa: SIM118
+                places.put(state, name, reader.get_tensor(name).to(dtype=wanted))
     module.load_state_dict(state, strict=True, assign=True)
 
 
@@ -130,7 +135,7 @@ def save_checkpoint(
 
     Args:
         folder: created where needed.
-        state: tensors by published name, on any device.
+        state: tensors by published name, on any device; stacked experts are written one by one.
         config: content of config.json; only its dtype key is changed, to the dtype of the tensors.
         tokenizer: used where there is no source.
         source: folder the checkpoint was read from.
@@ -143,7 +148,7 @@ def save_checkpoint(
     if any(".base_layer." in name for name in state):
         raise ValueError("the policy carries an adapter; merge it first, or save the adapter alone")
     with staged(folder, STALE_FILES) as scratch:
-        _write_weights(scratch, state, max_shard_bytes)
+        _write_weights(scratch, split_experts(state), max_shard_bytes)
         write_json(scratch / "config.json", _with_dtype(config, state))
         if source is not None and source.is_dir():
             for path in _matching(source, COPIED_FILES):

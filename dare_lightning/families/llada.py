@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
+from dare_lightning.families import config as keys
 from dare_lightning.families import layers
-from dare_lightning.families import tokenizer as tokens
-from dare_lightning.families.checkpoint import load_weights, read_config, resolve_folder, save_checkpoint
+from dare_lightning.families.checkpoint import save_checkpoint
+from dare_lightning.families.load import read_policy
+from dare_lightning.families.tokenizer import special_ids
 
 # What the published computation is written for; anything else would load and then answer wrongly.
 _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
@@ -78,30 +79,22 @@ class LLaDAConfig:
         """
         sizes = ("d_model", "n_layers", "n_heads", "vocab_size", "rms_norm_eps", "rope_theta")
         shape = ("n_kv_heads", "mlp_hidden_size", "embedding_size", "weight_tying", "rope_full_precision")
-        missing = [key for key in (*_REQUIRED_VALUES, *sizes, *shape) if key not in config]
-        if missing:
-            raise ValueError(f"config.json of a LLaDA model lacks {', '.join(missing)}; no value is assumed for them")
-        for key, allowed in _REQUIRED_VALUES.items():
-            if config[key] not in allowed:
-                raise ValueError(f"config.json says {key}={config[key]!r}; LLaDA here supports {_any_of(allowed)}")
-        for key in sizes:
-            _check_positive(key, config[key])
-        for key in ("weight_tying", "rope_full_precision"):
-            if not isinstance(config[key], bool):
-                raise ValueError(f"config.json says {key}={config[key]!r}; it must be true or false")
+        keys.require_keys(config, (*_REQUIRED_VALUES, *sizes, *shape), "LLaDA")
+        keys.require_values(config, _REQUIRED_VALUES, "LLaDA")
+        vocab_size = keys.whole(config, "vocab_size")
         parsed = cls(
-            width=config["d_model"],
-            layers=config["n_layers"],
-            heads=config["n_heads"],
+            width=keys.whole(config, "d_model"),
+            layers=keys.whole(config, "n_layers"),
+            heads=keys.whole(config, "n_heads"),
             kv_heads=_kv_heads(config),
             mlp_width=_mlp_width(config),
-            rows=config["embedding_size"] or config["vocab_size"],
-            tied=config["weight_tying"],
-            eps=config["rms_norm_eps"],
-            theta=config["rope_theta"],
-            full_precision_rotary=config["rope_full_precision"],
+            rows=config["embedding_size"] or vocab_size,
+            tied=keys.switch(config, "weight_tying"),
+            eps=keys.number(config, "rms_norm_eps"),
+            theta=keys.number(config, "rope_theta"),
+            full_precision_rotary=keys.switch(config, "rope_full_precision"),
         )
-        parsed._check_shapes(config["vocab_size"])
+        parsed._check_shapes(vocab_size)
         return parsed
 
     def _check_shapes(self, vocab_size: int) -> None:
@@ -130,20 +123,12 @@ class Block(nn.Module):
         self.up_proj = nn.Linear(arch.width, arch.mlp_width, bias=False)
         self.ff_out = nn.Linear(arch.mlp_width, arch.width, bias=False)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, key_mask: Tensor | None, kernel: layers.AttentionKernel
-    ) -> Tensor:
+    def forward(self, x: Tensor, context: layers.Context) -> Tensor:
         normed = self.attn_norm(x)
-        q = layers.rotate(self._heads(self.q_proj(normed)), cos, sin)
-        k = layers.rotate(self._heads(self.k_proj(normed)), cos, sin)
-        v = self._heads(self.v_proj(normed))
-        x = x + self.attn_out(kernel(q, k, v, key_mask).transpose(1, 2).flatten(2))
+        q, k, v = (layers.split_heads(f(normed), self.head_dim) for f in (self.q_proj, self.k_proj, self.v_proj))
+        x = x + self.attn_out(layers.attend(q, k, v, context))
         normed = self.ff_norm(x)
         return x + self.ff_out(F.silu(self.ff_proj(normed)) * self.up_proj(normed))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """[B, L, H * D] -> [B, H, L, D]."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class Transformer(nn.Module):
@@ -173,6 +158,7 @@ class LLaDA(nn.Module):
 
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "attn_out", "ff_proj", "up_proj", "ff_out")
     block_length: int | None = None
+    attention = layers.AttentionName()
 
     def __init__(
         self, config: dict[str, Any], tokenizer: Any, attention: str = "sdpa", gradient_checkpointing: bool = False
@@ -184,22 +170,9 @@ class LLaDA(nn.Module):
         self.source: Path | None = None
         self.attention = attention
         self.gradient_checkpointing = gradient_checkpointing
-        self.mask_token_id = tokens.mask_token_id(config, tokenizer)
-        self.pad_token_id = tokens.pad_token_id(config, tokenizer)
-        self.eos_token_id = tokens.eos_token_id(config, tokenizer)
-        self.stop_token_ids = tokens.stop_token_ids(self.eos_token_id, tokenizer)
-        tokens.check_ids([self.mask_token_id, self.pad_token_id, *self.stop_token_ids], self.arch.rows)
+        ids = special_ids(config, tokenizer, self.arch.rows)
+        self.mask_token_id, self.pad_token_id, self.eos_token_id, self.stop_token_ids = ids
         self.model = nn.ModuleDict({"transformer": Transformer(self.arch)})
-
-    @property
-    def attention(self) -> str:
-        """Name of the attention kernel used now."""
-        return self._attention
-
-    @attention.setter
-    def attention(self, name: str) -> None:
-        layers.attention_kernel(name)
-        self._attention = name
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -215,7 +188,7 @@ class LLaDA(nn.Module):
     @staticmethod
     def matches(config: dict[str, Any]) -> bool:
         """Whether this config.json is a dense LLaDA. The mixture-of-experts models carry the same model_type."""
-        if config.get("num_experts"):
+        if config.get("num_experts") or "MoE" in str(config.get("architectures")):
             return False
         if config.get("model_type") is not None:
             return config["model_type"] == "llada"
@@ -225,45 +198,15 @@ class LLaDA(nn.Module):
     def from_pretrained(
         cls, path: str, dtype: str | None = None, attention: str = "sdpa", gradient_checkpointing: bool = False
     ) -> LLaDA:
-        """Read a checkpoint in the published layout.
-
-        Args:
-            path: a folder, or a hub name where no such folder exists.
-            dtype: "float32", "bfloat16" or "float16"; None or "auto" keeps what the files hold.
-            attention, gradient_checkpointing: as for the constructor.
-
-        Raises:
-            FileNotFoundError: the folder, or a file in it, is missing.
-            ValueError: damaged or foreign weights, another family, an unsupported config.
-        """
-        from dare_lightning.families.load import check_family
-
-        folder = resolve_folder(path)
-        config = read_config(folder)
-        check_family(cls, config, folder)
-        with torch.device("meta"):
-            policy = cls(config, tokens.load_tokenizer(folder), attention, gradient_checkpointing)
-        load_weights(policy, folder, dtype)
-        policy.source = folder
-        return policy
+        """Read a checkpoint in the published layout; see `read_policy` and the constructor."""
+        return read_policy(cls, path, dtype, attention=attention, gradient_checkpointing=gradient_checkpointing)
 
     @classmethod
     def from_config(cls, config: dict[str, Any], tokenizer: Any, seed: int) -> LLaDA:
-        """A policy with random float32 weights drawn from `seed` alone; the global generator is left alone.
-
-        Linear layers and embedding are normal with standard deviation 1/sqrt(fan in); the two projections that
-        write to the residual stream are divided by sqrt(2 (layer + 1)), so that depth does not inflate it.
-        """
+        """A policy with random float32 weights drawn from `seed` alone; see `fill_randomly`."""
         with torch.device("meta"):
             policy = cls(config, tokenizer)
-        policy.to_empty(device="cpu")
-        stream = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, weight in policy.named_parameters():
-                if weight.dim() == 1:
-                    weight.fill_(1.0)
-                else:
-                    weight.normal_(std=weight.shape[1] ** -0.5 * _residual_scale(name), generator=stream)
+        layers.fill_randomly(policy.to_empty(device="cpu"), seed, residual=("attn_out", "ff_out"))
         return policy
 
     def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -276,17 +219,10 @@ class LLaDA(nn.Module):
         """
         transformer = self._transformer
         x = transformer.wte(ids)
-        positions = torch.arange(ids.shape[1], device=ids.device)
-        precision = torch.promote_types(x.dtype, torch.float32) if self.arch.full_precision_rotary else x.dtype
-        cos, sin = layers.rotary_tables(positions, self.arch.head_dim, self.arch.theta, precision)
-        key_mask = layers.needed_key_mask(attention_mask)
-        kernel = layers.attention_kernel(self.attention)
-        for block in transformer.blocks:
-            if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, key_mask, kernel, use_reentrant=False)
-            else:
-                x = block(x, cos, sin, key_mask, kernel)
-        return transformer.ln_f(x)
+        arch = self.arch
+        precision = torch.promote_types(x.dtype, torch.float32) if arch.full_precision_rotary else x.dtype
+        context = layers.Context.of(ids, attention_mask, arch.head_dim, arch.theta, precision, self.attention)
+        return transformer.ln_f(layers.run_layers(transformer.blocks, x, context, self.gradient_checkpointing))
 
     def denoise(self, noisy_ids: Tensor, clean_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Hidden states [B, L, H] of the noisy tokens; a masked family does not look at the clean ones."""
@@ -307,35 +243,14 @@ class LLaDA(nn.Module):
         save_checkpoint(folder, self.state_dict(), self.config, self.tokenizer, self.source)
 
 
-def _residual_scale(name: str) -> float:
-    parts = name.split(".")
-    if "blocks" in parts and parts[-2] in ("attn_out", "ff_out"):
-        return (2 * (int(parts[parts.index("blocks") + 1]) + 1)) ** -0.5
-    return 1.0
-
-
 def _kv_heads(config: dict[str, Any]) -> int:
     if config["n_kv_heads"] is None:
         return 1 if config.get("multi_query_attention") else config["n_heads"]
-    return _check_positive("n_kv_heads", config["n_kv_heads"])
+    return keys.whole(config, "n_kv_heads")
 
 
 def _mlp_width(config: dict[str, Any]) -> int:
     if config["mlp_hidden_size"] is not None:
-        return _check_positive("mlp_hidden_size", config["mlp_hidden_size"])
-    if "mlp_ratio" not in config:
-        raise ValueError("config.json says mlp_hidden_size=null and has no mlp_ratio; one of them sets the MLP's size")
-    return int(_check_positive("mlp_ratio", config["mlp_ratio"]) * config["d_model"])
-
-
-def _check_positive(key: str, value: Any) -> Any:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    whole = key not in ("rms_norm_eps", "rope_theta", "mlp_ratio")
-    if not number or value <= 0 or (whole and value != int(value)):
-        kind = "whole number" if whole else "number"
-        raise ValueError(f"config.json says {key}={value!r}; it must be a positive {kind}")
-    return value
-
-
-def _any_of(allowed: tuple[Any, ...]) -> str:
-    return " or ".join(repr(value) for value in allowed)
+        return keys.whole(config, "mlp_hidden_size")
+    keys.require_keys(config, ["mlp_ratio"], "LLaDA")
+    return int(keys.number(config, "mlp_ratio") * config["d_model"])

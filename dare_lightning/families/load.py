@@ -8,12 +8,14 @@ import pkgutil
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
+import torch
 from torch import nn
 
 import dare_lightning.families as package
 from dare_lightning.families.adapters import CONFIG_FILE, load_adapter
 from dare_lightning.families.base import PolicyModel
-from dare_lightning.families.checkpoint import read_config, read_json, resolve_folder
+from dare_lightning.families.checkpoint import load_weights, read_config, read_json, resolve_folder
+from dare_lightning.families.tokenizer import load_tokenizer
 
 
 @runtime_checkable
@@ -71,6 +73,29 @@ def check_family(expected: type, config: dict[str, Any], folder: Path) -> None:
             f"{folder} is {_describe(config)}, which {expected.__name__} does not read; "
             f"load it with {found.__module__}.{found.__name__}"
         )
+
+
+def read_policy(family: Any, path: str, dtype: str | None, **options: Any) -> Any:
+    """Read a checkpoint in the published layout into a policy of this family.
+
+    Args:
+        family: the class; built from (config, tokenizer, options).
+        path: a folder, or a hub name where no such folder exists.
+        dtype: "float32", "bfloat16" or "float16"; None or "auto" keeps what the files hold.
+        options: of the family's constructor.
+
+    Raises:
+        FileNotFoundError: the folder, or a file in it, is missing.
+        ValueError: damaged or foreign weights, another family, an unsupported config.
+    """
+    folder = resolve_folder(path)
+    config = read_config(folder)
+    check_family(family, config, folder)
+    with torch.device("meta"):
+        policy = family(config, load_tokenizer(folder), **options)
+    load_weights(policy, folder, dtype)
+    policy.source = folder
+    return policy
 
 
 def load_policy(path: str, **options: Any) -> PolicyModel:

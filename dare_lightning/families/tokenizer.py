@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dare_lightning.families.checkpoint import read_json
 
 MASK_NAMES = ("<|mdm_mask|>", "<|mask|>")
 END_OF_TURN_NAMES = ("<|eot_id|>", "<|im_end|>", "<|role_end|>")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class SpecialIds(NamedTuple):
+    """Ids of the tokens with a role: mask, padding, end of text, and all that end an answer."""
+
+    mask: int
+    pad: int
+    eos: int
+    stop: tuple[int, ...]
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -81,6 +90,20 @@ def stop_token_ids(eos: int, tokenizer: Any) -> tuple[int, ...]:
     added = tokenizer.get_added_vocab()
     turns = [added[name] for name in END_OF_TURN_NAMES if name in added]
     return tuple(dict.fromkeys([eos, *turns]))
+
+
+def special_ids(config: dict[str, Any], tokenizer: Any, rows: int) -> SpecialIds:
+    """The special tokens of a policy whose embedding has `rows` rows.
+
+    Raises:
+        ValueError: one of them is not declared, lies outside the embedding, or mask and padding are the same.
+    """
+    eos = eos_token_id(config, tokenizer)
+    found = SpecialIds(
+        mask_token_id(config, tokenizer), pad_token_id(config, tokenizer), eos, stop_token_ids(eos, tokenizer)
+    )
+    check_ids([found.mask, found.pad, *found.stop], rows)
+    return found
 
 
 def check_ids(ids: Sequence[int], rows: int) -> None:
