@@ -168,14 +168,14 @@ def draw_times(
         raise ValueError(f"mask ratio range [{low}, {high}] is not ordered inside [0, 1]; use for instance [0.2, 0.8]")
     if not 0 <= eps < 1:
         raise ValueError(f"eps={eps} is outside [0, 1); the usual value is 1e-3")
-    levels, uniform = _draw(maskable, noise_seed, (_TOKENS, *salt), rows)
+    levels, uniform = uniform_draws(maskable, noise_seed, (_TOKENS, *salt), rows)
     u = stratified_times(levels[:, 0], rows) if stratified else levels
     return _below(maskable, uniform, mask_probability(low + (high - low) * u, eps))
 
 
 def draw_at_times(maskable: Tensor, noise_seed: Tensor, times: Tensor, salt: Salt = (), *, eps: float = 1e-3) -> Masks:
     """The t-form at given times [B, N] in [0, 1] instead of drawn ones; otherwise as `draw_times`."""
-    _, uniform = _draw(maskable, noise_seed, (_TOKENS, *salt), times.shape[1])
+    _, uniform = uniform_draws(maskable, noise_seed, (_TOKENS, *salt), times.shape[1])
     return _below(maskable, uniform, mask_probability(times.cpu().double(), eps))
 
 
@@ -187,7 +187,7 @@ def draw_counts(
     Arguments as `draw_times`. Never empty, and of lower variance than the t-form. A sample with no maskable token
     gets an empty mask at level 1.
     """
-    levels, uniform = _draw(maskable, noise_seed, (_TOKENS, *salt), rows)
+    levels, uniform = uniform_draws(maskable, noise_seed, (_TOKENS, *salt), rows)
     available = maskable.cpu().sum(-1)
     length = available.clamp(min=1)
     drawn = 1 + (levels * length[:, None]).long()
@@ -204,7 +204,7 @@ def draw_pairs(maskable: Tensor, noise_seed: Tensor, salt: Salt = (), *, pairs: 
 
     Source: ESPO's sequence ELBO with reduced variance.
     """
-    levels, uniform = _draw(maskable, noise_seed, (_TOKENS, *salt), pairs)
+    levels, uniform = uniform_draws(maskable, noise_seed, (_TOKENS, *salt), pairs)
     length = maskable.cpu().sum(-1)[:, None]
     count = (levels * (length + 1)).long()
     mask = mask_lowest(uniform, maskable.cpu(), count)
@@ -225,7 +225,7 @@ def draw_prompt(prompt_mask: Tensor, noise_seed: Tensor, salt: Salt = (), *, pro
     """
     if not 0 <= probability <= 1:
         raise ValueError(f"prompt mask probability {probability} is outside [0, 1]; d1 uses 0.15")
-    _, uniform = _draw(prompt_mask, noise_seed, (_PROMPT, *salt), 1)
+    _, uniform = uniform_draws(prompt_mask, noise_seed, (_PROMPT, *salt), 1)
     hidden = mask_below(uniform, prompt_mask.cpu(), torch.full((len(prompt_mask), 1), probability, dtype=torch.float64))
     return hidden[:, 0].to(prompt_mask.device)
 
@@ -249,7 +249,7 @@ def noisy_rows(
     return Rows(noisy, score_mask, weight.expand(score_mask.shape) * score_mask, level=masks.level)
 
 
-def _draw(maskable: Tensor, noise_seed: Tensor, salt: Salt, rows: int) -> tuple[Tensor, Tensor]:
+def uniform_draws(maskable: Tensor, noise_seed: Tensor, salt: Salt, rows: int) -> tuple[Tensor, Tensor]:
     """Uniform numbers, float64 on the CPU: one a row [B, N] and one a token [B, N, L] (0 where not maskable).
 
     The numbers belong to a sample's maskable tokens in their order, not to columns, so that padding moves nothing.

@@ -13,13 +13,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from dare_lightning.diffusion.diagnostics import Metrics, ratio_metrics
 from dare_lightning.diffusion.likelihood import masked_sum
 
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
-
-Metrics = dict[str, tuple[Tensor, Tensor]]
-"""name -> (sum, weight); the reported value is their quotient over the whole optimiser step."""
 
 KLKind = Literal["k1", "abs", "k2", "k3"]
 
@@ -158,6 +156,13 @@ def denominators(mask: Tensor, mode: Aggregation, canvas: Tensor | None = None) 
     return sequences / len(mask) if mode == "sequence_sum_token_sum_norm" else sequences
 
 
+def check_aggregation(mode: str) -> None:
+    """Raise ValueError where this is no aggregation whose denominators add up over micro-batches."""
+    allowed = tuple(known for known in AGGREGATIONS if known != "sequence_sum_token_sum_norm")
+    if mode not in allowed:
+        raise ValueError(f"aggregation={mode!r}; choose one of {', '.join(allowed)}")
+
+
 def aggregate(loss: Tensor, mask: Tensor, mode: Aggregation, canvas: Tensor | None = None) -> Tensor:
     """The loss of a batch that is a whole optimiser step: sum of `contributions` over sum of `denominators`."""
     total = denominators(mask, mode, canvas).sum()
@@ -182,29 +187,19 @@ def clipped_policy_loss(
         mask: bool [B, ...], what counts; the loss is 0 elsewhere.
 
     Returns:
-        The loss, shaped like `log_likelihood`, and sums for the metrics clip_fraction, dual_clip_fraction,
-        ratio_mean, ratio_max (mean over micro-batches), ratio_clamped_fraction, old_kl and kl.
+        The loss, shaped like `log_likelihood`, and sums for the metrics of `ratio_metrics` and kl.
     """
     log_ratio = torch.where(mask, log_likelihood - old.detach(), 0.0)
     per_sample = advantage.view(-1, *[1] * (log_likelihood.ndim - 1)).to(log_likelihood)
     surrogate = clipped_surrogate(log_ratio, per_sample, clip)
     loss = torch.where(mask, surrogate.loss, 0.0)
-    with torch.no_grad():
-        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        count = mask.sum().to(ratio)
-        sums = {
-            "clip_fraction": surrogate.clipped & mask,
-            "dual_clip_fraction": surrogate.dual_clipped & mask,
-            "ratio_mean": ratio * mask,
-            "ratio_clamped_fraction": surrogate.clamped & mask,
-            "old_kl": kl_estimate("k3", log_ratio, torch.zeros_like(log_ratio)),
-        }
-        metrics: Metrics = {name: (value.sum().to(ratio), count) for name, value in sums.items()}
-        metrics["ratio_max"] = ((ratio * mask).max(), torch.ones_like(count)) if mask.any() else (count, count)
+    ratio = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    old_kl = kl_estimate("k3", log_ratio.detach(), torch.zeros_like(log_ratio))
+    metrics = ratio_metrics(ratio, mask, surrogate.clipped, surrogate.dual_clipped, surrogate.clamped, old_kl)
     if ref is not None:
         divergence = torch.where(mask, kl_estimate(kl_kind, log_likelihood, ref.detach()), 0.0)
         loss = loss + kl_coef * divergence
-        metrics["kl"] = (divergence.detach().sum(), count)
+        metrics["kl"] = (divergence.detach().sum(), mask.sum().to(loss))
     return loss, metrics
 
 
@@ -228,9 +223,7 @@ class ClippedObjective:
     kl_kind: KLKind = "k3"
 
     def __post_init__(self) -> None:
-        allowed = tuple(mode for mode in AGGREGATIONS if mode != "sequence_sum_token_sum_norm")
-        if self.aggregation not in allowed:
-            raise ValueError(f"aggregation={self.aggregation!r}; choose one of {', '.join(allowed)}")
+        check_aggregation(self.aggregation)
         if self.kl_kind not in ("k2", "k3"):
             raise ValueError(f"kl_kind={self.kl_kind!r} cannot serve as a loss; choose k2 or k3")
 
