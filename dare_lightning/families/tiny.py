@@ -6,7 +6,9 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
+from dare_lightning.families.dream import Dream
 from dare_lightning.families.llada import LLaDA
+from dare_lightning.families.llada_moe import LLaDAMoE
 
 PAD, BOS, EOS, END_OF_TURN, MASK, USER, ASSISTANT = range(7)
 SPECIAL_TOKENS = (
@@ -90,7 +92,91 @@ def llada_config(layers: int, width: int, heads: int, vocabulary: int) -> dict[s
     }
 
 
+def dream_config(layers: int, width: int, heads: int, vocabulary: int) -> dict[str, Any]:
+    """A complete config.json of a Dream model of this size; two query heads share a key head where they can."""
+    return _qwen_style(layers, width, heads, vocabulary) | {
+        "architectures": ["DreamModel"],
+        "auto_map": {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"},
+        "bos_token_id": BOS,
+        "intermediate_size": 2 * width,
+        "mask_token_id": MASK,
+        "max_window_layers": layers,
+        "model_type": "Dream",
+        "num_key_value_heads": heads // 2 if heads % 2 == 0 else heads,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": None,
+        "use_mrope": False,
+        "use_sliding_window": False,
+    }
+
+
+def llada_moe_config(layers: int, width: int, heads: int, experts: int, top_k: int, vocabulary: int) -> dict[str, Any]:
+    """A complete config.json of a LLaDA-MoE model of this size; each expert's inner width is `width`."""
+    return _qwen_style(layers, width, heads, vocabulary) | {
+        "architectures": ["LLaDAMoEModelLM"],
+        "attention_bias": False,
+        "auto_map": {
+            "AutoConfig": "configuration_lladamoe.LLaDAConfig",
+            "AutoModel": "modeling_lladamoe.LLaDAMoEModelLM",
+            "AutoModelForCausalLM": "modeling_lladamoe.LLaDAMoEModelLM",
+        },
+        "clip_qkv": None,
+        "dense_intermediate_size": 2 * width,
+        "expert_intermediate_size": width,
+        "model_type": "llada",
+        "moe_layer_freq": [1] * layers,
+        "moe_router_enable_expert_bias": False,
+        "moe_router_score_function": "softmax",
+        "norm_topk_prob": None,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "num_key_value_heads": heads,
+        "partial_rotary_factor": 1,
+        "qk_layernorm": True,
+        "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 1,
+        "router_aux_loss_coef": 0.01,
+        "shared_expert_intermediate_size": None,
+    }
+
+
+def _qwen_style(layers: int, width: int, heads: int, vocabulary: int) -> dict[str, Any]:
+    """The keys that Dream and LLaDA-MoE share."""
+    return {
+        "attention_dropout": 0.0,
+        "eos_token_id": EOS,
+        "hidden_act": "silu",
+        "hidden_size": width,
+        "initializer_range": 0.02,
+        "max_position_embeddings": 512,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "pad_token_id": PAD,
+        "rope_scaling": None,
+        "rope_theta": 100.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "use_cache": False,
+        "vocab_size": vocabulary,
+    }
+
+
 def new_tiny_llada(layers: int = 3, width: int = 64, heads: int = 4, seed: int = 0) -> LLaDA:
     """A LLaDA policy over characters with random weights that depend on `seed` alone."""
     tokenizer = character_tokenizer()
     return LLaDA.from_config(llada_config(layers, width, heads, len(tokenizer)), tokenizer, seed)
+
+
+def new_tiny_dream(layers: int = 3, width: int = 64, heads: int = 4, seed: int = 0) -> Dream:
+    """A Dream policy over characters with random weights that depend on `seed` alone."""
+    tokenizer = character_tokenizer()
+    return Dream.from_config(dream_config(layers, width, heads, len(tokenizer)), tokenizer, seed)
+
+
+def new_tiny_llada_moe(
+    layers: int = 3, width: int = 64, heads: int = 4, experts: int = 4, top_k: int = 2, seed: int = 0
+) -> LLaDAMoE:
+    """A LLaDA-MoE policy over characters with random weights that depend on `seed` alone."""
+    tokenizer = character_tokenizer()
+    config = llada_moe_config(layers, width, heads, experts, top_k, len(tokenizer))
+    return LLaDAMoE.from_config(config, tokenizer, seed)
