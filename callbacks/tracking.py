@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from dare_lightning.callbacks.tracking_names import MAX_VALUE, flatten
+from dare_lightning.callbacks.tracking_process import ProcessRun
 from dare_lightning.callbacks.tracking_store import (
     RUN_ID_FILE,
     StoreSettings,
@@ -50,7 +51,7 @@ UNSENT_FILE = "mlflow_unsent.jsonl"
 
 
 class MLflowLogger(Logger):
-    """Records a run in an MLflow store from a background thread.
+    """Records a run in an MLflow store, in the background.
 
     Without an address the store is an sqlite file that all runs below `save_dir` share; no server is needed. A store
     that does not answer never stops training: metrics are kept (up to `buffer` points) and sent when it answers; what
@@ -72,6 +73,8 @@ class MLflowLogger(Logger):
         system_seconds: how often CPU, memory and GPU load are recorded; 0 never.
         buffer: metric points kept while the store does not answer.
         patience: seconds that the end of a run waits for a store that does not answer.
+        own_process: import and call MLflow in a process of its own, so that training does not share the interpreter
+            with it; else in a thread.
 
     Raises:
         ImportError: MLflow is not installed.
@@ -90,6 +93,7 @@ class MLflowLogger(Logger):
         system_seconds: float = 10.0,
         buffer: int = 100_000,
         patience: float = 10.0,
+        own_process: bool = False,
     ) -> None:
         super().__init__()
         if importlib.util.find_spec("mlflow") is None:
@@ -114,7 +118,8 @@ class MLflowLogger(Logger):
             tags=dict(tags or {}),
         )
         self.tracking_uri = settings.tracking_uri
-        self._run = TrackedRun(settings, lambda: _origin_tags(self.run_dir), self._remember_run)
+        kind = ProcessRun if own_process else TrackedRun
+        self._run: ProcessRun | TrackedRun = kind(settings, lambda: _origin_tags(self.run_dir), self._remember_run)
         self._writer = BackgroundWriter(
             self._run,
             capacity=buffer,
@@ -140,7 +145,7 @@ class MLflowLogger(Logger):
         return str(self.run_dir)
 
     @property
-    def experiment(self) -> TrackedRun:
+    def experiment(self) -> ProcessRun | TrackedRun:
         """The tracked run. Lightning asks for it when it begins, which starts or reopens the run without waiting."""
         self._start()
         if not self._open:
@@ -294,6 +299,7 @@ class MLflowLogger(Logger):
         if self._open:
             self._finish(self._last_status)
         self.close()
+        self._run.stop()
 
 
 def read_run_id(folder: Path) -> str | None:

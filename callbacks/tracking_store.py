@@ -253,6 +253,9 @@ class TrackedRun:
         client.set_tag(run_id, "resumes", str(resumes))
         return True
 
+    def stop(self) -> None:
+        """Nothing is held open between calls."""
+
     def write(self, records: Sequence[Record]) -> None:
         """Store the records."""
         with _translated():

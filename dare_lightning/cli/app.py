@@ -96,6 +96,7 @@ def _run(arguments: Arguments, show_traceback: bool) -> int:
     from dare_lightning.cli.checks import check
     from dare_lightning.cli.inherit import compose_for_checkpoint, save_composed
     from dare_lightning.cli.run_folder import Run, rank, run_folder
+    from dare_lightning.cli.tracked import start_tracking_early
 
     command = str(arguments.command)
     cfg = compose_for_checkpoint(command, arguments.overrides, arguments.config_dirs)
@@ -110,6 +111,7 @@ def _run(arguments: Arguments, show_traceback: bool) -> int:
         run.save_config(cfg)
         if rank() == 0:
             save_composed(cfg, choices, folder)
+            start_tracking_early(cfg)
         run.exit_code = importlib.import_module(MODULES[command]).run(cfg, folder)
     return run.exit_code
 

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from dare_lightning.cli.arguments import Arguments
 from dare_lightning.cli.checks import check
@@ -19,6 +18,7 @@ from dare_lightning.cli.compose import compose, expand_sweep, multirun_with_plug
 from dare_lightning.cli.errors import UserError
 from dare_lightning.cli.jobs import STATUS_FILE, SWEEP_FILE, Job, Runner, Sweep, main_module, report
 from dare_lightning.cli.run_folder import new_folder
+from dare_lightning.cli.tracked import mlflow_settings, store
 
 _OUTPUT_KEYS = ("run_dir=", "hydra.sweep.dir=")
 
@@ -118,7 +118,7 @@ def _flags(arguments: Arguments) -> tuple[str, ...]:
 def _parent_run(cfg: DictConfig, folder: Path) -> Iterator[dict[str, str]]:
     """A tracked run above those of the jobs, where the jobs are tracked in MLflow; set `status` before it ends."""
     outcome = {"status": "FAILED"}
-    settings = _mlflow(cfg)
+    settings = mlflow_settings(cfg)
     if settings is None:
         yield outcome
         return
@@ -126,15 +126,10 @@ def _parent_run(cfg: DictConfig, folder: Path) -> Iterator[dict[str, str]]:
         PARENT_FILE,
         PARENT_VARIABLE,
         finish_parent_run,
-        local_store,
         start_parent_run,
     )
 
-    uri: str
-    artifacts: str | None
-    uri, artifacts = local_store(Path(settings["save_dir"]))
-    if settings.get("tracking_uri") not in (None, uri):
-        uri, artifacts = settings["tracking_uri"], settings.get("artifact_location")
+    uri, artifacts = store(settings)
     experiment = settings.get("experiment_name") or "dare"
     parent = start_parent_run(uri, artifacts, experiment, folder.name)
     if parent is None:
@@ -146,15 +141,6 @@ def _parent_run(cfg: DictConfig, folder: Path) -> Iterator[dict[str, str]]:
         yield outcome
     finally:
         finish_parent_run(uri, parent, outcome["status"])
-
-
-def _mlflow(cfg: DictConfig) -> dict[str, Any] | None:
-    loggers = OmegaConf.to_container(cfg.get("logger") or OmegaConf.create({}), resolve=True)
-    assert isinstance(loggers, dict)
-    for settings in loggers.values():
-        if isinstance(settings, dict) and str(settings.get("_target_", "")).endswith(".MLflowLogger"):
-            return settings
-    return None
 
 
 def _run_with_plugins(plan: Sweep, words: Sequence[str], config_dirs: Sequence[Path]) -> int:
