@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
 import string
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from dare_lightning.families import tiny
 from dare_lightning.families.llada import LLaDA
 from dare_lightning.families.tiny import BOS, END_OF_TURN, EOS, MASK, PAD, character_tokenizer, llada_config
 
-__all__ = ["BOS", "END_OF_TURN", "EOS", "MASK", "PAD", "tiny_config", "tiny_llada", "tiny_tokenizer"]
+__all__ = [
+    "BOS",
+    "END_OF_TURN",
+    "EOS",
+    "MASK",
+    "PAD",
+    "TINY_BUILDERS",
+    "tiny_config",
+    "tiny_llada",
+    "tiny_tokenizer",
+]
+
+# One for each family, by its name; all take `layers`, `width`, `heads` and `seed`.
+TINY_BUILDERS: dict[str, Callable[..., Any]] = {
+    name.removeprefix("new_tiny_"): builder
+    for name, builder in inspect.getmembers(tiny, inspect.isfunction)
+    if name.startswith("new_tiny_")
+}
 
 SPECIAL_TOKENS = ("<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|eot_id|>", "<|mdm_mask|>")
 

@@ -5,8 +5,6 @@ Families are found by their tiny builders, methods by their files in conf/; neit
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,19 +17,14 @@ from omegaconf import DictConfig
 
 import dare_lightning.conf
 from dare_lightning.cli.compose import compose
-from dare_lightning.families import tiny
 from dare_lightning.families.adapters import LoRA
 from dare_lightning.families.load import families
 from dare_lightning.generation.base import GenerationBackend
 from dare_lightning.generation.builtin import BuiltinBackend
 from dare_lightning.methods.base import DiffusionPolicyModule
 from dare_lightning.replay.batch import SequenceBatch
+from tests.tiny import TINY_BUILDERS
 
-BUILDERS: dict[str, Callable[..., Any]] = {
-    name.removeprefix("new_tiny_"): builder
-    for name, builder in inspect.getmembers(tiny, inspect.isfunction)
-    if name.startswith("new_tiny_")
-}
 METHODS = sorted(
     path.stem
     for path in (Path(str(dare_lightning.conf.__file__)).parent / "method").glob("*.yaml")
@@ -65,9 +58,9 @@ def sampled(policy: Any, backend: GenerationBackend, method: DiffusionPolicyModu
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("family", BUILDERS)
+@pytest.mark.parametrize("family", TINY_BUILDERS)
 def test_a_method_takes_two_steps_on_a_family(family: str, name: str, adapter: bool) -> None:
-    policy = BUILDERS[family](layers=2, width=16, heads=2)
+    policy = TINY_BUILDERS[family](layers=2, width=16, heads=2)
     if adapter:
         LoRA(rank=2, alpha=4.0).apply(policy)
     cfg = configured(name)
@@ -96,5 +89,5 @@ def test_a_method_takes_two_steps_on_a_family(family: str, name: str, adapter: b
 
 
 def test_every_family_has_a_tiny_policy() -> None:
-    built = {type(builder(layers=1, width=16, heads=2)) for builder in BUILDERS.values()}
+    built = {type(builder(layers=1, width=16, heads=2)) for builder in TINY_BUILDERS.values()}
     assert built == set(families())
