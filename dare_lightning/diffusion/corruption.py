@@ -69,6 +69,13 @@ def stratified_counts(first: Tensor, length: Tensor, rows: int) -> Tensor:
     return (first[:, None] + torch.round(steps).long() - 1) % length[:, None] + 1
 
 
+def bounded_counts(u: Tensor, length: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+    """Uniform on max(1, floor(L low)) .. floor(L high) for uniform u; elementwise, 0 where L is 0."""
+    least = (length * low).long().clamp(min=1)
+    most = torch.maximum((length * high).long(), least)
+    return torch.minimum(least + (u * (most - least + 1)).long(), length)
+
+
 def mask_below(uniform: Tensor, maskable: Tensor, probability: Tensor) -> Tensor:
     """Independent draws: hide a maskable token where its uniform number is below its row's probability.
 
@@ -180,17 +187,24 @@ def draw_at_times(maskable: Tensor, noise_seed: Tensor, times: Tensor, salt: Sal
 
 
 def draw_counts(
-    maskable: Tensor, noise_seed: Tensor, salt: Salt = (), *, rows: int = 1, stratified: bool = False
+    maskable: Tensor,
+    noise_seed: Tensor,
+    salt: Salt = (),
+    *,
+    rows: int = 1,
+    stratified: bool = False,
+    low: float = 0.0,
+    high: float = 1.0,
 ) -> Masks:
     """The l-form: l ~ U{1..L}, a uniformly random set of exactly l of the L maskable tokens hidden, p = l / L.
 
-    Arguments as `draw_times`. Never empty, and of lower variance than the t-form. A sample with no maskable token
-    gets an empty mask at level 1.
+    Arguments as `draw_times`; not stratified, `low` and `high` bound l to max(1, floor(L low)) .. floor(L high).
+    Never empty, and of lower variance than the t-form. A sample with no maskable token gets an empty mask at level 1.
     """
     levels, uniform = uniform_draws(maskable, noise_seed, (_TOKENS, *salt), rows)
     available = maskable.cpu().sum(-1)
     length = available.clamp(min=1)
-    drawn = 1 + (levels * length[:, None]).long()
+    drawn = bounded_counts(levels, length[:, None], low, high)
     count = stratified_counts(drawn[:, 0], length, rows) if stratified else drawn
     mask = mask_lowest(uniform, maskable.cpu(), count)
     return _on(maskable, mask, count.double() / length[:, None])
