@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dare_lightning.diffusion.blocks import BlockOrigin, block_index
+
 
 @dataclass(frozen=True)
 class SequenceBatch:
@@ -39,6 +41,8 @@ class SequenceBatch:
         step_advantage: float32 [B, T], an advantage for each forward pass instead of one for the sequence.
         node_index: int64 [B, D], for completions grown as a tree the node each belongs to at depth 1 to D; the numbers
             of one depth are those of different nodes, and the deepest is the completion's own.
+        block_origin: where the blocks of a block-diffusion policy were counted from when it wrote: "global", from the
+            first token of the prompt, or "response", from the first one of the response.
         iteration: the inner epoch this micro-batch belongs to.
         denominator: float [D], what each part of the summed loss is divided by: a total over the whole optimiser
             step, all micro-batches and all ranks.
@@ -64,6 +68,7 @@ class SequenceBatch:
     step_rewards: Tensor | None = None
     step_advantage: Tensor | None = None
     node_index: Tensor | None = None
+    block_origin: BlockOrigin = "global"
     iteration: int = 0
     denominator: Tensor | None = None
 
@@ -79,6 +84,12 @@ class SequenceBatch:
     def prompt_mask(self) -> Tensor:
         """bool [B, L]: tokens that exist and were given, not written."""
         return self.attention_mask & ~self.response_mask
+
+    def block_ids(self, block_length: int | None) -> Tensor | None:
+        """The block of each token, int64 [B, L], -1 where there is none; None where there are no blocks."""
+        if block_length is None:
+            return None
+        return block_index(self.attention_mask, self.response_mask, block_length, self.block_origin)
 
     def columns(self) -> Iterator[tuple[str, Tensor]]:
         """The per-row tensors that are present."""
@@ -133,9 +144,12 @@ STEP_COLUMNS: dict[str, int | float] = {
     "step_advantage": 0.0,
 }
 
+# Columns whose third axis counts noisy rows, of which samples may have different numbers; 0 stands after the last.
+ROW_COLUMNS = ("old_log_probs", "ref_log_probs")
+
 
 def concatenate(batches: Sequence[SequenceBatch]) -> SequenceBatch:
-    """One batch of all rows; shorter ones are padded on the right, and after their last forward pass.
+    """One batch of all rows; shorter ones are padded on the right, and after their last forward pass and noisy row.
 
     Raises:
         ValueError: no batch, or batches that do not hold the same columns.
@@ -145,6 +159,8 @@ def concatenate(batches: Sequence[SequenceBatch]) -> SequenceBatch:
     names = [name for name, _ in batches[0].columns()]
     if any([name for name, _ in batch.columns()] != names for batch in batches[1:]):
         raise ValueError(f"batches hold different columns; the first has {names}")
+    if len({batch.block_origin for batch in batches}) > 1:
+        raise ValueError("batches count their blocks from different places (block_origin)")
     length = max(batch.length for batch in batches)
     joined: dict[str, Any] = {}
     for name in names:
@@ -154,6 +170,9 @@ def concatenate(batches: Sequence[SequenceBatch]) -> SequenceBatch:
         if name in STEP_COLUMNS:
             passes = max(part.shape[1] for part in parts)
             parts = [_padded(p, 1, passes, STEP_COLUMNS[name]) for p in parts]
+        if name in ROW_COLUMNS:
+            rows = max(part.shape[2] for part in parts)
+            parts = [_padded(p, 2, rows, 0.0) for p in parts]
         joined[name] = torch.cat(parts)
     return replace(batches[0], **joined, denominator=None)
 
