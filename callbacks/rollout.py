@@ -146,6 +146,12 @@ class RolloutCallback(L.Callback):
                 f"{type(self.backend).__name__} ignores the temperature: the answers of a group would be equal and"
                 " every advantage zero; choose another rollout"
             )
+        size = self.backend.capabilities.group_size
+        if size is not None and size != data.group_size:
+            raise ValueError(
+                f"this rollout makes {size} completions of each prompt, data.group_size={data.group_size}: set"
+                f" data.group_size={size}, or choose another rollout"
+            )
         self.backend.validate(method.policy)
         data.check_ranks(trainer.world_size)
         data.collector = self

@@ -19,11 +19,12 @@ class Capabilities:
 
     Attributes:
         stochastic: honours the temperature, so that a group's completions differ.
-        commit_steps: returns the forward pass that wrote each token.
+        commit_steps: returns the forward pass that wrote each token, from which every earlier state follows.
         log_probs: returns each token's log-prob when it was written.
         states: can record what every forward pass read and proposed, and how sure it was.
         left_to_right: writes one token a pass, from the left.
         tree: grows a prompt's completions as a tree, and says which node each belongs to.
+        group_size: completions that a prompt must have; None for any number.
     """
 
     stochastic: bool
@@ -32,6 +33,7 @@ class Capabilities:
     states: bool = False
     left_to_right: bool = False
     tree: bool = False
+    group_size: int | None = None
 
 
 class GenerationBackend(Protocol):

@@ -1,10 +1,11 @@
-"""The built-in backend: LLaDA's semi-autoregressive block decoding, batched."""
+"""The built-in backend: masked-diffusion decoding from composable parts, batched."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,23 +15,22 @@ from dare_lightning.families.base import PolicyModel, using_attention
 from dare_lightning.generation.base import Capabilities, Progress
 from dare_lightning.generation.canvas import masked_canvas
 from dare_lightning.generation.completion import EOS_POLICIES, EosPolicy, Responses, to_batch
-from dare_lightning.generation.engine import Denoiser, FullForward, Stats
-from dare_lightning.generation.sampling import (
-    ORDER,
-    TOKENS,
-    Confidence,
-    DeferredEnds,
-    RandomOrder,
-    RowStreams,
-    Score,
-)
-from dare_lightning.generation.schedule import EvenSchedule
+from dare_lightning.generation.engine import Denoiser, FullForward, Run, Stats
+from dare_lightning.generation.history import History
+from dare_lightning.generation.layout import Layout
+from dare_lightning.generation.sampling import Confidence, DeferredEnds, RandomOrder, Score, Streams
+from dare_lightning.generation.schedule import EvenSchedule, StepPolicy
+from dare_lightning.generation.tree import Growth, Tree, check_groups, check_tree
 from dare_lightning.replay.batch import SequenceBatch
 
 Remasking = Literal["low_confidence", "random"]
 REMASKING: tuple[str, ...] = get_args(Remasking)
 
+# Settings that change the cost of a completion, not the completion.
+_COST = ("max_batch_tokens",)
 
+
+@dataclass(eq=False)
 class BuiltinBackend:
     """Generates with the policy that is being trained, in this process, without a copy of its weights.
 
@@ -39,9 +39,11 @@ class BuiltinBackend:
     its seed alone: neither on the rows that share its forward passes nor on how many they are.
 
     Args:
-        steps: forward passes for a whole response; a multiple of the number of blocks.
+        steps: steps of a whole response, a multiple of the number of blocks; None for one token a step. Must be None
+            where the schedule does not count steps.
         max_new_tokens: G, tokens of a response.
         block_length: tokens of a block, a divisor of max_new_tokens; None for one block of the whole response.
+        schedule: which positions a pass commits; None for the even schedule.
         temperature: 0 takes the most likely token, otherwise tokens are drawn from softmax(logits / temperature).
         remasking: which proposals are kept: the most probable ones, or a random choice.
         cfg_scale: w of classifier-free guidance; 0 is off. Doubles the work.
@@ -49,8 +51,11 @@ class BuiltinBackend:
         defer_eos: end tokens are committed after every other proposal (`confidence_eos_eot_inf`).
         early_stop: a row is finished when an end token is written and so is everything before it; the masks left
             become end-of-text tokens without further passes. The answer is the same; LLaDA's own code goes on.
+        tree: children at each level where the completions of a prompt grow as a tree, such as [4, 4]; the group size
+            must be the number of its leaves. Nodes at depth d branch after d of len(tree) equal shares of the steps.
         eos_policy: what counts after the first end token, see `to_batch`.
-        max_batch_tokens: columns a forward pass may read (twice that under guidance); at least one row is read.
+        max_batch_tokens: columns a forward pass may read (twice that under guidance); at least one row (one tree)
+            is read.
         attention: name of the attention backend while generating; None for the policy's own.
 
     Raises:
@@ -59,68 +64,64 @@ class BuiltinBackend:
     Source: LLaDA, arXiv:2502.09992, section 2.4 and its appendix on sampling.
     """
 
-    capabilities = Capabilities(stochastic=True, commit_steps=True, log_probs=True)
+    steps: int | None = None
+    max_new_tokens: int = 256
+    block_length: int | None = None
+    schedule: StepPolicy | None = None
+    temperature: float = 0.0
+    remasking: Remasking = "low_confidence"
+    cfg_scale: float = 0.0
+    suppress_eos: bool = False
+    defer_eos: bool = False
+    early_stop: bool = True
+    tree: Sequence[int] | None = None
+    eos_policy: EosPolicy = "mask_loss"
+    max_batch_tokens: int = 16384
+    attention: str | None = None
 
-    def __init__(
-        self,
-        steps: int = 128,
-        max_new_tokens: int = 256,
-        block_length: int | None = None,
-        temperature: float = 0.0,
-        remasking: Remasking = "low_confidence",
-        cfg_scale: float = 0.0,
-        suppress_eos: bool = False,
-        defer_eos: bool = False,
-        early_stop: bool = True,
-        eos_policy: EosPolicy = "mask_loss",
-        max_batch_tokens: int = 16384,
-        attention: str | None = None,
-    ) -> None:
-        for name, number in (
-            ("steps", steps),
-            ("max_new_tokens", max_new_tokens),
-            ("max_batch_tokens", max_batch_tokens),
-        ):
-            if number < 1:
+    def __post_init__(self) -> None:
+        for name in ("steps", "max_new_tokens", "max_batch_tokens"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
                 raise ValueError(f"{name}={number} must be at least 1")
-        for name, value in (("temperature", temperature), ("cfg_scale", cfg_scale)):
+        for name in ("temperature", "cfg_scale"):
+            value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}={value} must be a finite number, 0 or above")
-        _check_choice("remasking", remasking, REMASKING)
-        _check_choice("eos_policy", eos_policy, EOS_POLICIES)
-        self.steps = steps
-        self.max_new_tokens = max_new_tokens
-        self.block_length = max_new_tokens if block_length is None else block_length
-        self.temperature = temperature
-        self.remasking = remasking
-        self.cfg_scale = cfg_scale
-        self.suppress_eos = suppress_eos
-        self.defer_eos = defer_eos
-        self.early_stop = early_stop
-        self.eos_policy = eos_policy
-        self.max_batch_tokens = max_batch_tokens
-        self.attention = attention
-        self.steps_per_block = _steps_per_block(steps, max_new_tokens, self.block_length)
+        _check_choice("remasking", self.remasking, REMASKING)
+        _check_choice("eos_policy", self.eos_policy, EOS_POLICIES)
+        self._steps: StepPolicy = EvenSchedule() if self.schedule is None else self.schedule
+        self.layout: Layout = self._steps.layout(self.max_new_tokens, self.block_length, self.steps)
+        if self._steps.compares_probabilities and self.remasking == "random":
+            raise ValueError(
+                f"remasking=random has no probabilities that {type(self._steps).__name__} could compare; use "
+                "low_confidence"
+            )
+        self._tree: Tree | None = None
+        if self.tree is not None:
+            self._tree = check_tree(self.tree, self.layout.steps, self._steps.planned)
         self.stats = Stats()
         self.version: int | None = None
         self._policy: PolicyModel | None = None
 
     @property
+    def capabilities(self) -> Capabilities:
+        """What these settings give."""
+        return Capabilities(
+            stochastic=True,
+            commit_steps=True,
+            log_probs=True,
+            states=True,
+            left_to_right=self.layout.widest == 1,
+            tree=self._tree is not None,
+            group_size=None if self._tree is None else self._tree.leaves,
+        )
+
+    @property
     def settings(self) -> dict[str, Any]:
         """What a completion depends on besides prompt, seed and weights; for records of what was generated."""
-        return {
-            "steps": self.steps,
-            "max_new_tokens": self.max_new_tokens,
-            "block_length": self.block_length,
-            "temperature": self.temperature,
-            "remasking": self.remasking,
-            "cfg_scale": self.cfg_scale,
-            "suppress_eos": self.suppress_eos,
-            "defer_eos": self.defer_eos,
-            "early_stop": self.early_stop,
-            "eos_policy": self.eos_policy,
-            "attention": self.attention,
-        }
+        names = [f.name for f in fields(self) if f.name not in _COST]
+        return {name: _plain(getattr(self, name)) for name in names}
 
     def validate(self, policy: PolicyModel) -> None:
         """Refuse a policy that cannot be served.
@@ -172,49 +173,57 @@ class BuiltinBackend:
         if self._policy is None:
             raise RuntimeError("the built-in backend has no policy yet: call update_weights before generate")
         _check_prompts(prompts, seeds)
+        if self._tree is not None:
+            check_groups(self._tree, prompts)
         policy, self.stats = self._policy, Stats()
         batches = self._batches([len(prompt) for prompt in prompts])
-        report = _StepReport(progress, self.steps, len(batches))
+        report = _StepReport(progress, self.layout.steps or self.max_new_tokens, len(batches))
         parts = []
         with _evaluating(policy) as device, using_attention(policy, self.attention):
             for batch in batches:
-                parts.append(self._run(policy, [prompts[i] for i in batch], [seeds[i] for i in batch], device, report))
+                run = self._start(policy, [prompts[i] for i in batch], [seeds[i] for i in batch], device, record_states)
+                run.tick = report.tick
+                self._denoiser(policy).run(run)
+                run.canvas.fill(policy.eos_token_id)
+                parts.append(Responses.of(run.canvas, run.history))
                 report.finish_batch()
-        order = [row for batch in batches for row in batch]
-        return to_batch(prompts, seeds, Responses.in_order(parts, order), policy, self.eos_policy)
+        responses = Responses.in_order(parts, [row for batch in batches for row in batch])
+        if self._tree is not None:
+            responses = replace(responses, node_index=self._tree.node_index(len(prompts)))
+        return to_batch(prompts, seeds, responses, policy, self.eos_policy)
 
     def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Rows that share forward passes: similar prompt lengths, at most `max_batch_tokens` columns."""
+        """Rows that share forward passes: similar prompt lengths, at most `max_batch_tokens` columns, whole trees."""
+        together = 1 if self._tree is None else self._tree.leaves
         batches: list[list[int]] = []
-        for row in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-            width = lengths[row] + self.max_new_tokens
-            if batches and (len(batches[-1]) + 1) * width <= self.max_batch_tokens:
-                batches[-1].append(row)
+        for first in sorted(range(0, len(lengths), together), key=lambda i: lengths[i]):
+            width = lengths[first] + self.max_new_tokens
+            rows = list(range(first, first + together))
+            if batches and (len(batches[-1]) + together) * width <= self.max_batch_tokens:
+                batches[-1].extend(rows)
             else:
-                batches.append([row])
+                batches.append(rows)
         return batches
 
-    def _run(
+    def _start(
         self,
         policy: PolicyModel,
         prompts: Sequence[Sequence[int]],
         seeds: Sequence[int],
         device: torch.device,
-        report: _StepReport,
-    ) -> Responses:
-        mask_id, pad_id = policy.mask_token_id, policy.pad_token_id
-        canvas = masked_canvas(prompts, self.max_new_tokens, self.block_length, mask_id, pad_id, device)
-        streams = RowStreams(seeds, TOKENS), RowStreams(seeds, ORDER)
-        self._denoiser(policy).run(policy, canvas, *streams, self.stats, report.tick)
-        canvas.fill(policy.eos_token_id)
-        return Responses.of(canvas)
+        record_states: bool,
+    ) -> Run:
+        canvas = masked_canvas(prompts, self.layout, policy.mask_token_id, policy.pad_token_id, device)
+        streams, history = Streams(seeds), History() if record_states else None
+        growth = None if self._tree is None else Growth(self._tree, canvas, streams, history)
+        return Run(policy, canvas, streams, self.stats, history, growth)
 
     def _denoiser(self, policy: PolicyModel) -> Denoiser:
         score: Score = Confidence() if self.remasking == "low_confidence" else RandomOrder()
         return Denoiser(
             forward=FullForward(self.cfg_scale),
             score=DeferredEnds(score, policy.stop_token_ids) if self.defer_eos else score,
-            steps=EvenSchedule(self.steps_per_block),
+            steps=self._steps,
             temperature=self.temperature,
             suppressed_ids=(policy.eos_token_id,) if self.suppress_eos else (),
             stop_token_ids=policy.stop_token_ids if self.early_stop else (),
@@ -278,26 +287,8 @@ def _check_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> No
         raise ValueError(f"prompt {empty[0]} has no tokens; start it with at least one, such as the start token")
 
 
-def _steps_per_block(steps: int, max_new_tokens: int, block_length: int) -> int:
-    if block_length < 1 or max_new_tokens % block_length:
-        divisors = [d for d in range(1, max_new_tokens + 1) if max_new_tokens % d == 0]
-        raise ValueError(
-            f"block_length={block_length} does not divide max_new_tokens={max_new_tokens}; "
-            f"{_nearest(block_length, divisors)} would"
-        )
-    blocks = max_new_tokens // block_length
-    if steps % blocks:
-        below = steps - steps % blocks
-        multiples = [value for value in (below, below + blocks) if value > 0]
-        raise ValueError(
-            f"steps={steps} is not a multiple of the {blocks} blocks (max_new_tokens={max_new_tokens} / "
-            f"block_length={block_length}); {_nearest(steps, multiples)} would be"
-        )
-    return steps // blocks
-
-
-def _nearest(found: int, valid: Sequence[int]) -> str:
-    """The closest valid number on either side."""
-    below = [value for value in valid if value < found][-1:]
-    above = [value for value in valid if value > found][:1]
-    return " or ".join(str(value) for value in below + above)
+def _plain(value: Any) -> Any:
+    """A setting as JSON takes it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {"name": type(value).__name__} | asdict(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else list(value)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dare_lightning.generation.layout import Layout
+from dare_lightning.generation.schedule import Place
+
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """ids int64 [B, P] with padding on the left, and bool [B, P], True where a token exists (from the lengths)."""
@@ -17,35 +20,61 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tenso
     return ids, torch.arange(width) >= width - lengths[:, None]
 
 
+@dataclass(frozen=True)
+class Window:
+    """What n rows read in a forward pass, and which part of it they work on.
+
+    Attributes:
+        rows: int64 [n], rows of the canvas.
+        start, end: int64 [n], response columns [start, end) of each row's block.
+        fresh: bool [n], whether this is the row's first pass in that block.
+    """
+
+    rows: Tensor
+    start: Tensor
+    end: Tensor
+    fresh: Tensor
+
+
 @dataclass
 class Canvas:
-    """[prompt | response] of B rows; the response starts as masks and is cut into blocks of equal length.
+    """[prompt | response] of B rows; the response starts as masks and is cut into blocks.
 
     Attributes:
         ids: int64 [B, P + G].
-        attention_mask: bool [B, P + G]; None where no row is padded.
+        attention_mask: bool [B, P + G]; None where every column of every row exists.
         masked: bool [B, G], response positions still open.
+        length: int64 [B], response columns that exist; what follows is padding.
         commit_step: int64 [B, G], the row's own forward pass that wrote the token; -1 where none did.
         commit_log_probs: float32 [B, G].
         forward_passes: int64 [B], passes the row has made.
         block: int64 [B], the block each row works on.
-        step: int64 [B], passes the row has made in that block.
+        step: int64 [B], planned steps the row has made in that block, with those that needed no pass.
+        entered: int64 [B], passes the row had made when it entered the block.
         block_masks: int64 [B], masks the block held when the row entered it.
-        alike: int64 [B], the first row with the same prompt; before their first pass such rows hold the same canvas.
-        block_length: G must be a multiple of it.
+        alike, alike_at: int64 [B], a row that holds the same canvas after the same number of passes, and that number.
+        bounds, first_steps: int64 [K + 1], see `Layout`.
+        widest: columns of the longest block a row works on.
+        whole_window: a row works on everything up to the end of its block, not on its block alone.
     """
 
     ids: Tensor
     attention_mask: Tensor | None
     masked: Tensor
+    length: Tensor
     commit_step: Tensor
     commit_log_probs: Tensor
     forward_passes: Tensor
     block: Tensor
     step: Tensor
+    entered: Tensor
     block_masks: Tensor
     alike: Tensor
-    block_length: int
+    alike_at: Tensor
+    bounds: Tensor
+    first_steps: Tensor
+    widest: int
+    whole_window: bool = False
 
     @property
     def prompt_width(self) -> int:
@@ -57,43 +86,81 @@ class Canvas:
         """int64 [B, G], a view of `ids`."""
         return self.ids[:, self.prompt_width :]
 
-    def block_columns(self, rows: Tensor) -> Tensor:
-        """Response columns of these rows' current blocks, int64 [rows, block_length]."""
-        offsets = torch.arange(self.block_length, device=self.ids.device)
-        return self.block[rows][:, None] * self.block_length + offsets
+    def window(self, rows: Tensor) -> Window:
+        """The blocks these rows work on."""
+        block = self.block[rows]
+        start = torch.zeros_like(block) if self.whole_window else self.bounds[block]
+        end = torch.minimum(self.bounds[block + 1], self.length[rows])
+        return Window(rows, start, end, self.forward_passes[rows] == self.entered[rows])
 
-    def commit(self, rows: Tensor, columns: Tensor, chosen: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
+    def open(self, window: Window) -> Tensor:
+        """The masks of each row's block, bool [n, G]."""
+        columns = torch.arange(self.masked.shape[1], device=self.ids.device)
+        inside = (columns >= window.start[:, None]) & (columns < window.end[:, None])
+        return self.masked[window.rows] & inside
+
+    def place(self, rows: Tensor) -> Place:
+        """Where these rows stand in the plan."""
+        block = self.block[rows]
+        first = self.first_steps[block]
+        return Place(self.block_masks[rows], self.step[rows], self.first_steps[block + 1] - first, first)
+
+    def commit(self, rows: Tensor, chosen: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
         """Write the chosen tokens after a forward pass, and count the pass.
 
         Args:
             rows: int64 [n].
-            columns: int64 [n, b], response columns.
-            chosen: bool [n, b], a subset of the open positions.
-            tokens, log_probs: int64 and float [n, b].
+            chosen: bool [n, G], a subset of the open positions.
+            tokens, log_probs: int64 and float [n, G].
         """
-        picked, offset = chosen.nonzero(as_tuple=True)
-        row, column = rows[picked], columns[picked, offset]
-        self.response[row, column] = tokens[picked, offset]
+        picked, column = chosen.nonzero(as_tuple=True)
+        row = rows[picked]
+        self.response[row, column] = tokens[picked, column]
         self.masked[row, column] = False
         self.commit_step[row, column] = self.forward_passes[row]
-        self.commit_log_probs[row, column] = log_probs[picked, offset].float()
+        self.commit_log_probs[row, column] = log_probs[picked, column].float()
         self.forward_passes[rows] += 1
 
     def advance(self, rows: Tensor) -> Tensor:
         """Move rows whose block is complete to their next block; returns the rows that have one left."""
         self.step[rows] += 1
-        complete = rows[~self.masked[rows].gather(1, self.block_columns(rows)).any(1)]
-        self.block[complete] += 1
-        self.step[complete] = 0
-        left = rows[self.block[rows] * self.block_length < self.masked.shape[1]]
-        entered = left[self.step[left] == 0]
-        self.block_masks[entered] = self.masked[entered].gather(1, self.block_columns(entered)).sum(1)
-        return left
+        complete = rows[~self.open(self.window(rows)).any(1)]
+        while len(complete) > 0:
+            self.block[complete] += 1
+            self.step[complete] = 0
+            self.entered[complete] = self.forward_passes[complete]
+            complete = complete[self.bounds[self.block[complete]] < self.length[complete]]
+            self.block_masks[complete] = self.open(self.window(complete)).sum(1)
+            complete = complete[self.block_masks[complete] == 0]
+        return rows[self.bounds[self.block[rows]] < self.length[rows]]
 
     def answered(self, rows: Tensor, stop_token_ids: tuple[int, ...]) -> Tensor:
         """bool [rows]: an end token is written and so is everything before it."""
         ends = torch.isin(self.response[rows], self.ids.new_tensor(stop_token_ids)) & ~self.masked[rows]
         return first_true(ends) < first_true(self.masked[rows])
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Make rows `target` int64 [n] hold what rows `source` int64 [n] hold, and remember that they are alike."""
+        columns = [self.ids, self.masked, self.length, self.commit_step, self.commit_log_probs, self.forward_passes]
+        columns += [self.block, self.step, self.entered, self.block_masks]
+        if self.attention_mask is not None:
+            columns.append(self.attention_mask)
+        for column in columns:
+            column[target] = column[source]
+        self.alike[target] = source
+        self.alike_at[target] = self.forward_passes[source]
+
+    def representatives(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Rows that hold all the different canvases among these, and where each row's is; None where none are alike.
+
+        Returns:
+            int64 [u] rows, and int64 [n] places among them.
+        """
+        other, passes = self.alike[rows], self.alike_at[rows]
+        same = (self.forward_passes[rows] == passes) & (self.forward_passes[other] == passes) & (other != rows)
+        if not bool(same.any()):
+            return None
+        return torch.where(same, other, rows).unique(return_inverse=True)
 
     def fill(self, token: int) -> None:
         """Write `token` over every mask that is left; no forward pass wrote it, so `commit_step` stays -1."""
@@ -109,15 +176,14 @@ def first_true(flags: Tensor) -> Tensor:
 
 def masked_canvas(
     prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    block_length: int,
+    layout: Layout,
     mask_token_id: int,
     pad_token_id: int,
     device: torch.device,
 ) -> Canvas:
-    """A canvas of these prompts, left-padded to the longest, each followed by `new_tokens` masks."""
+    """A canvas of these prompts, left-padded to the longest, each followed by masks."""
     prompt_ids, exists = left_pad(prompts, pad_token_id)
-    count = len(prompts)
+    count, new_tokens = len(prompts), layout.new_tokens
     first_of = {tuple(prompt): row for row, prompt in reversed(list(enumerate(prompts)))}
     masks = torch.full((count, new_tokens), mask_token_id)
     attention = torch.cat([exists, torch.ones(count, new_tokens, dtype=torch.bool)], 1)
@@ -126,12 +192,17 @@ def masked_canvas(
         ids=torch.cat([prompt_ids, masks], 1).to(device),
         attention_mask=None if bool(exists.all()) else attention.to(device),
         masked=torch.ones(count, new_tokens, dtype=torch.bool, device=device),
+        length=torch.full_like(zeros, new_tokens),
         commit_step=torch.full((count, new_tokens), -1, device=device),
         commit_log_probs=torch.zeros(count, new_tokens, device=device),
         forward_passes=zeros.clone(),
         block=zeros.clone(),
         step=zeros.clone(),
-        block_masks=torch.full_like(zeros, block_length),
+        entered=zeros.clone(),
+        block_masks=torch.full_like(zeros, layout.bounds[1]),
         alike=torch.tensor([first_of[tuple(prompt)] for prompt in prompts], device=device),
-        block_length=block_length,
+        alike_at=zeros.clone(),
+        bounds=torch.tensor(layout.bounds, device=device),
+        first_steps=torch.tensor(layout.first_steps, device=device),
+        widest=layout.widest,
     )

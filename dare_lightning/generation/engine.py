@@ -1,4 +1,4 @@
-"""The denoising loop. What varies is plugged in: which forward, which score, how many positions a pass commits."""
+"""The denoising loop. What varies is plugged in: which forward, which score, which positions a pass commits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ import torch
 from torch import Tensor
 
 from dare_lightning.families.base import PolicyModel
-from dare_lightning.generation.canvas import Canvas
-from dare_lightning.generation.sampling import RowStreams, Score, chosen_log_probs, sample_tokens, without_tokens
+from dare_lightning.generation.canvas import Canvas, Window
+from dare_lightning.generation.history import History
+from dare_lightning.generation.sampling import (
+    RowStreams,
+    Score,
+    Streams,
+    chosen_log_probs,
+    sample_tokens,
+    without_tokens,
+)
 from dare_lightning.generation.schedule import StepPolicy
+from dare_lightning.generation.tree import Growth
 
 # Positions go through the output head in pieces of at most this many logits: 128 MB in float64.
 MAX_LOGITS = 2**24
@@ -36,8 +45,12 @@ class Stats:
 class Forward(Protocol):
     """How the model reads the canvas: the place for caches and for guidance."""
 
-    def hidden(self, policy: PolicyModel, canvas: Canvas, rows: Tensor, stats: Stats) -> list[Tensor]:
-        """Aligned hidden states of these rows' responses, each [rows, G, H]: the conditional ones first."""
+    def hidden(self, policy: PolicyModel, canvas: Canvas, window: Window, stats: Stats) -> list[Tensor]:
+        """Aligned hidden states of these rows' responses, each [n, G, H]: the conditional ones first.
+
+        Columns outside the rows' blocks are looked at only where passes are recorded. Columns past the longest row
+        may be missing.
+        """
         ...
 
     def mix(self, logits: list[Tensor]) -> Tensor:
@@ -49,18 +62,18 @@ class Forward(Protocol):
 class FullForward:
     """Read the whole canvas; with `cfg_scale` above 0 also one whose prompt is masked, in the same call.
 
-    Before anything is written, rows with the same prompt (a group) hold the same canvas, which is read once.
+    Rows known to hold the same canvas (a group before its first pass, the children of one node) are read once.
 
     Guided logits are l_u + (cfg_scale + 1) (l_c - l_u). Source: LLaDA, arXiv:2502.09992, unsupervised guidance.
     """
 
     cfg_scale: float = 0.0
 
-    def hidden(self, policy: PolicyModel, canvas: Canvas, rows: Tensor, stats: Stats) -> list[Tensor]:
+    def hidden(self, policy: PolicyModel, canvas: Canvas, window: Window, stats: Stats) -> list[Tensor]:
         """See `Forward.hidden`."""
-        shared: Tensor | slice = slice(None)
-        if not bool(canvas.forward_passes[rows].any()):
-            rows, shared = canvas.alike[rows].unique(return_inverse=True)
+        rows, shared = window.rows, None
+        if (found := canvas.representatives(rows)) is not None:
+            rows, shared = found
         ids = canvas.ids[rows]
         mask = None if canvas.attention_mask is None else canvas.attention_mask[rows]
         copies = 1
@@ -74,7 +87,7 @@ class FullForward:
         stats.row_forwards += ids.shape[0]
         stats.tokens += ids.numel()
         hidden = policy.hidden_states(ids, mask)[:, canvas.prompt_width :]
-        return [states[shared] for states in hidden.chunk(copies)]
+        return [states if shared is None else states[shared] for states in hidden.chunk(copies)]
 
     def mix(self, logits: list[Tensor]) -> Tensor:
         """See `Forward.mix`."""
@@ -86,11 +99,40 @@ class FullForward:
 
 @dataclass(frozen=True)
 class Proposal:
-    """For every position of the current blocks, [n, b]; the values mean nothing where the position is not open."""
+    """For every response position, [n, G]; the values mean nothing where none was asked for.
+
+    Attributes:
+        tokens: int64.
+        score: how early each should be committed.
+        log_probs: log softmax of the policy's own logits at the tokens.
+        probability: of the token under the distribution it was drawn from; None where nothing is recorded.
+    """
 
     tokens: Tensor
     score: Tensor
     log_probs: Tensor
+    probability: Tensor | None
+
+
+@dataclass
+class Run:
+    """One batch on its way.
+
+    Attributes:
+        policy, canvas, streams: what is denoised, and with which random numbers.
+        stats: what it costs.
+        history: keeps every pass; None where nothing is recorded.
+        growth: lets the completions grow as trees; None where each has its own row from the beginning.
+        tick: called after each pass.
+    """
+
+    policy: PolicyModel
+    canvas: Canvas
+    streams: Streams
+    stats: Stats
+    history: History | None
+    growth: Growth | None
+    tick: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -112,63 +154,98 @@ class Denoiser:
     suppressed_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
 
-    def run(
-        self,
-        policy: PolicyModel,
-        canvas: Canvas,
-        token_streams: RowStreams,
-        order_streams: RowStreams,
-        stats: Stats,
-        tick: Callable[[], None],
-    ) -> None:
-        """Denoise in place; masks are left only where every row's blocks ended with some. `tick` follows each pass."""
+    def run(self, run: Run) -> None:
+        """Denoise in place; masks are left only where every row's blocks ended with some."""
+        canvas = run.canvas
         rows = torch.arange(canvas.ids.shape[0], device=canvas.ids.device)
+        if run.growth is not None:
+            rows = run.growth.start()
         while len(rows) > 0:
-            columns = canvas.block_columns(rows)
-            masked = canvas.masked[rows].gather(1, columns)
-            token_draws = token_streams.uniform(rows, columns.shape[1]) if self.temperature > 0 else None
-            order_draws = order_streams.uniform(rows, columns.shape[1]) if self.score.random else None
-            hidden = self.forward.hidden(policy, canvas, rows, stats)
-            proposal = self._propose(policy, hidden, columns, masked, token_draws, order_draws)
-            chosen = self.steps.select(proposal.score, masked, canvas.block_masks[rows], canvas.step[rows])
-            canvas.commit(rows, columns, chosen, proposal.tokens, proposal.log_probs)
+            self._skip_idle(canvas, rows)
+            if run.growth is not None:
+                rows = run.growth.branch(rows)
+            self._pass(run, canvas.window(rows))
             rows = canvas.advance(rows)
             if self.stop_token_ids:
                 rows = rows[~canvas.answered(rows, self.stop_token_ids)]
-            tick()
+            run.tick()
+        if run.growth is not None:
+            run.growth.finish()
+
+    def _skip_idle(self, canvas: Canvas, rows: Tensor) -> None:
+        masks = canvas.open(canvas.window(rows)).sum(1)
+        idle = self.steps.idle(masks, canvas.place(rows))
+        if idle is not None:
+            canvas.step[rows] += idle
+
+    def _pass(self, run: Run, window: Window) -> None:
+        """One forward pass of these rows, and what it commits."""
+        canvas, rows = run.canvas, window.rows
+        open_ = canvas.open(window)
+        token_draws = self._token_draws(run, window, open_) if self.temperature > 0 else None
+        order_draws = _spread(run.streams.order, canvas, window) if self.score.random else None
+        wanted = open_ if run.history is None else canvas.masked[rows]
+        hidden = self.forward.hidden(run.policy, canvas, window, run.stats)
+        proposal = self._propose(run, hidden, wanted, token_draws, order_draws)
+        if run.history is not None:
+            states = canvas.response[rows]
+            tokens = torch.where(wanted, proposal.tokens, states)
+            assert proposal.probability is not None
+            run.history.record(rows, states, tokens, proposal.probability)
+        chosen = self.steps.select(proposal.score, open_, canvas.place(rows))
+        canvas.commit(rows, chosen, proposal.tokens, proposal.log_probs)
+
+    def _token_draws(self, run: Run, window: Window, open_: Tensor) -> Tensor:
+        """One uniform number for each position, float64 [n, G]; those that are only recorded disturb no other."""
+        draws = _spread(run.streams.tokens, run.canvas, window)
+        if run.history is None:
+            return draws
+        return torch.where(open_, draws, run.streams.record.uniform(window.rows, open_.shape[1]))
 
     def _propose(
-        self,
-        policy: PolicyModel,
-        hidden: list[Tensor],
-        columns: Tensor,
-        masked: Tensor,
-        token_draws: Tensor | None,
-        order_draws: Tensor | None,
+        self, run: Run, hidden: list[Tensor], wanted: Tensor, token_draws: Tensor | None, order_draws: Tensor | None
     ) -> Proposal:
-        """Tokens, scores and log-probs of the open positions; no other position reaches the output head."""
-        row, offset = masked.nonzero(as_tuple=True)
-        needed = [states[row, columns[row, offset]] for states in hidden]
-        draws = [None if d is None else d[row, offset] for d in (token_draws, order_draws)]
-        vocabulary = policy.logits(needed[0][:0]).shape[-1]
+        """Tokens, scores and log-probs of the wanted positions; no other position reaches the output head."""
+        row, column = wanted.nonzero(as_tuple=True)
+        needed = [states[row, column] for states in hidden]
+        draws = [None if d is None else d[row, column] for d in (token_draws, order_draws)]
+        vocabulary = run.policy.logits(needed[0][:0]).shape[-1]
         size = max(1, MAX_LOGITS // vocabulary)
         pieces = []
         for start in range(0, len(row), size):
             piece = slice(start, start + size)
-            logits = [policy.logits(states[piece]) for states in needed]
-            pieces.append(self._score_piece(policy, logits, *[None if d is None else d[piece] for d in draws]))
-        tokens, score, log_probs = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-        return Proposal(*(_scatter(masked, values) for values in (tokens, score, log_probs)))
+            logits = [run.policy.logits(states[piece]) for states in needed]
+            pieces.append(self._score_piece(run, logits, *[None if d is None else d[piece] for d in draws]))
+        tokens, score, log_probs, *rest = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+        return Proposal(
+            tokens=_scatter(wanted, tokens),
+            score=_scatter(wanted, score),
+            log_probs=_scatter(wanted, log_probs),
+            probability=_scatter(wanted, rest[0]) if rest else None,
+        )
 
     def _score_piece(
-        self, policy: PolicyModel, logits: list[Tensor], token_draws: Tensor | None, order_draws: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, run: Run, logits: list[Tensor], token_draws: Tensor | None, order_draws: Tensor | None
+    ) -> tuple[Tensor, ...]:
         logits = [piece.to(torch.promote_types(piece.dtype, torch.float32)) for piece in logits]
         clean = without_tokens(self.forward.mix(logits), self.suppressed_ids)
-        tokens = sample_tokens(without_tokens(clean, (policy.mask_token_id,)), self.temperature, token_draws)
+        tokens = sample_tokens(without_tokens(clean, (run.policy.mask_token_id,)), self.temperature, token_draws)
         # The mask token is never written, yet keeps its share of the probability, as in the published confidence.
         score = self.score.score(clean, tokens, order_draws)
-        return tokens, score, chosen_log_probs(logits[0], tokens)
+        found = tokens, score, chosen_log_probs(logits[0], tokens)
+        if run.history is None:
+            return found
+        drawn_from = clean / self.temperature if self.temperature > 0 else clean
+        return *found, chosen_log_probs(drawn_from, tokens).exp()
+
+
+def _spread(streams: RowStreams, canvas: Canvas, window: Window) -> Tensor:
+    """Uniform numbers put where each row's block lies, float64 [n, G].
+
+    Each row draws as many as the longest block of all has columns, so that its stream does not depend on other rows.
+    """
+    columns = torch.arange(canvas.masked.shape[1], device=canvas.ids.device) - window.start[:, None]
+    return streams.uniform(window.rows, canvas.widest).gather(1, columns.clamp(0, canvas.widest - 1))
 
 
 def _scatter(where: Tensor, values: Tensor) -> Tensor:

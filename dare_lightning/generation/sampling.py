@@ -11,9 +11,11 @@ from torch import Tensor
 
 from dare_lightning.diffusion.noise import generator
 
-# What a stream is for: the draws for tokens and for the order must not disturb each other.
+# What a stream is for: the draws for tokens, for the order and for proposals that are only recorded must not disturb
+# each other.
 TOKENS = 1
 ORDER = 2
+RECORD = 3
 
 
 class RowStreams:
@@ -25,12 +27,33 @@ class RowStreams:
     """
 
     def __init__(self, seeds: Sequence[int], purpose: int) -> None:
+        self._seeds = list(seeds)
+        self._purpose = purpose
         self._generators = [generator(seed, purpose) for seed in seeds]
+
+    def restart(self, rows: Tensor, salt: int) -> None:
+        """These rows go on with another stream of theirs."""
+        for row in rows.tolist():
+            self._generators[row] = generator(self._seeds[row], self._purpose, salt)
 
     def uniform(self, rows: Tensor, width: int) -> Tensor:
         """The next `width` numbers of each of these rows: float64 [rows, width] in [0, 1), on the rows' device."""
         drawn = [torch.rand(width, dtype=torch.float64, generator=self._generators[row]) for row in rows.tolist()]
         return torch.stack(drawn).to(rows.device)
+
+
+class Streams:
+    """All streams of a batch: for tokens, for the order, and for proposals that are only recorded."""
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self.tokens = RowStreams(seeds, TOKENS)
+        self.order = RowStreams(seeds, ORDER)
+        self.record = RowStreams(seeds, RECORD)
+
+    def restart(self, rows: Tensor, salt: int) -> None:
+        """These rows go on with other streams of theirs."""
+        for streams in (self.tokens, self.order, self.record):
+            streams.restart(rows, salt)
 
 
 def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor | None) -> Tensor:
