@@ -66,8 +66,12 @@ class DiffusionPolicyModule(L.LightningModule):
     """Names of the generation `Capabilities` without which the method is undefined."""
     online: ClassVar[bool] = True
     """Whether the data are the policy's own rollouts."""
+    compares_pairs: ClassVar[bool] = False
+    """Whether the data are pairs of answers, of which one is preferred."""
     additive_rows: ClassVar[bool] = False
     """Whether the loss is a sum over rows, so that rows can be differentiated one after another."""
+    uses_old_policy: ClassVar[bool] = True
+    """Whether the loss compares with the policy that wrote the rollout; where not, it is never scored."""
     scores_steps: ClassVar[bool] = False
     """Whether the proposals of every forward pass are verified as an answer (`SequenceBatch.step_rewards`)."""
 
@@ -203,7 +207,7 @@ class DiffusionPolicyModule(L.LightningModule):
         for iteration in range(inner_epochs):
             view = replace(batch, iteration=iteration)
             rows = self.corrupt(view)
-            if keep_old:
+            if keep_old and self.uses_old_policy:
                 old.append(self.frozen_log_probs(self.policy, rows, view))
             if self.needs_reference:
                 with self.reference() as reference:
