@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dare_lightning.diffusion.rows import Rows
 from dare_lightning.replay.batch import SequenceBatch
 from tests.methods.table_model import TablePolicy, sequence_batch
 
@@ -33,3 +34,12 @@ def committed_batch(inputs: dict[str, Any], **columns: Any) -> SequenceBatch:
 def table(case: dict[str, Any], name: str = "W") -> TablePolicy:
     """A policy of the file, with its blocks."""
     return TablePolicy(case["model"], name, case["config"].get("block_size"))
+
+
+def assert_recorded(
+    module: Any, case: dict[str, Any], name: str, weights: str, rows: Rows, batch: SequenceBatch, start: int = 0
+) -> None:
+    """Row log-probs under a policy of the file equal the recorded ones of the rows that score something."""
+    scored = module.frozen_log_probs(table(case, weights), rows, batch)
+    used = rows.score_mask.any(-1)
+    torch.testing.assert_close(scored[used][:, start:], double(case["outputs"][name]), **case["tolerance"], msg=name)
