@@ -64,7 +64,7 @@ def recognise_layout(columns: Sequence[str]) -> Layout:
     """
     if "chosen" in columns and "rejected" in columns:
         raise ValueError(
-            f"columns {sorted(columns)} hold preference pairs; they are read by a preference method's data"
+            f"columns {sorted(columns)} hold preference pairs; they are read by data=preference, with method=vrpo"
         )
     for layout, needed in LAYOUTS.items():
         if set(needed) <= set(columns):
@@ -89,7 +89,7 @@ def to_examples(table: RowTable, dropped: Counter[str] | None = None) -> list[Ex
     layout = recognise_layout(table.columns)
     examples = []
     for number, row in enumerate(table.rows):
-        cell = _Cell(row, table, number)
+        cell = Cell(row, table, number)
         turns, context = _conversation(cell, layout, learn=False)
         last = _last_answer(turns, context)
         prompt = turns[: context or last]
@@ -134,7 +134,7 @@ def to_dialogues(table: RowTable, dropped: Counter[str] | None = None) -> list[D
     layout = recognise_layout(table.columns)
     dialogues = []
     for number, row in enumerate(table.rows):
-        cell = _Cell(row, table, number)
+        cell = Cell(row, table, number)
         turns, context = _conversation(cell, layout, learn=True)
         last = _last_answer(turns, context)
         if last is None:
@@ -150,7 +150,7 @@ def to_dialogues(table: RowTable, dropped: Counter[str] | None = None) -> list[D
 
 
 @dataclass(frozen=True)
-class _Cell:
+class Cell:
     """A row whose values are checked when they are read."""
 
     row: Mapping[str, Any]
@@ -206,7 +206,7 @@ class _Cell:
         return self.messages(key)
 
 
-def _conversation(cell: _Cell, layout: Layout, learn: bool) -> tuple[list[dict[str, str]], int]:
+def _conversation(cell: Cell, layout: Layout, learn: bool) -> tuple[list[dict[str, str]], int]:
     """A row's turns, and how many of the first ones are given and not written by the policy.
 
     In conversations (messages, ShareGPT) that is 0, every answer counts; elsewhere the columns say what is given.
@@ -245,7 +245,7 @@ def _asks(turns: Sequence[Mapping[str, str]]) -> bool:
     return any(turn["content"].strip() for turn in turns if turn["role"] == "user")
 
 
-def _ground_truth(cell: _Cell, layout: Layout, answer: str) -> str | None:
+def _ground_truth(cell: Cell, layout: Layout, answer: str) -> str | None:
     """The reference answer, "" where the layout has no place for one, None where that place is empty."""
     if layout == "verl":
         name, value = "reward_model.ground_truth", cell.mapping("reward_model").get("ground_truth")
@@ -259,7 +259,7 @@ def _ground_truth(cell: _Cell, layout: Layout, answer: str) -> str | None:
     return cell.text(name, value) or None
 
 
-def _source(cell: _Cell) -> str:
+def _source(cell: Cell) -> str:
     named = cell.row.get("data_source")
     return named if isinstance(named, str) else Path(cell.table.file(cell.number)[0]).name
 

@@ -19,6 +19,7 @@ from dare_lightning.callbacks.rollout import RolloutCallback
 from dare_lightning.callbacks.tracking import MLflowLogger
 from dare_lightning.callbacks.validation import HeldOutValidation
 from dare_lightning.cli.errors import UserError
+from dare_lightning.datamodules.preference import PreferenceDataModule
 from dare_lightning.datamodules.prompts import PromptDataModule
 from dare_lightning.families.base import PolicyModel
 from dare_lightning.methods.base import DiffusionPolicyModule
@@ -72,6 +73,10 @@ def build(cfg: DictConfig, run_dir: Path) -> Objects:
 
 def _check_pair(method: DiffusionPolicyModule, data: Any, cfg: DictConfig) -> None:
     name = type(method).__name__
+    if method.compares_pairs and not isinstance(data, PreferenceDataModule):
+        raise UserError(f"{name} compares pairs of answers; choose data=preference or sudoku_preference")
+    if not method.compares_pairs and isinstance(data, PreferenceDataModule):
+        raise UserError(f"{name} would learn from both answers of a pair alike; choose method=vrpo, or other data")
     if method.online and not isinstance(data, PromptDataModule):
         raise UserError(f"{name} trains on rollouts and needs prompts; choose data=gsm8k, math, countdown or sudoku")
     if not method.online and isinstance(data, PromptDataModule):
