@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dare_lightning.families.attention import View
+
 MAX_LOGITS = 2**24
 """The most logits that scoring holds at a time: 64 MB in float32."""
 
@@ -59,8 +61,10 @@ class PolicyModel(TorchModule, Protocol):
         mask_token_id, pad_token_id, eos_token_id: read from the checkpoint, never assumed.
         stop_token_ids: ids that end an answer (end of text, end of turn).
         block_length: tokens a block for block-diffusion families, None for masked ones.
+        left_context: columns to the left of a piece of a sequence that a pass over the piece must read as well (1 for
+            a family whose head predicts the next token), so that every state of the piece is aligned.
         lora_targets: names of the linear layers that `peft=lora` adapts by default.
-        attention: name of the attention backend used now ("eager", "sdpa", ...).
+        attention: name of the attention backend used now ("eager", "sdpa", "flex", "varlen").
         source: folder the checkpoint was read from, None for one built in memory.
         config: the raw content of config.json, written back unchanged on save.
     """
@@ -71,19 +75,35 @@ class PolicyModel(TorchModule, Protocol):
     eos_token_id: int
     stop_token_ids: tuple[int, ...]
     block_length: int | None
+    left_context: int
     lora_targets: tuple[str, ...]
     attention: str
     source: Path | None
     config: dict[str, Any]
 
-    def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Aligned final hidden states, float [B, L, H]; attention_mask is bool [B, L] over keys, True = it exists."""
+    def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None, view: View | None = None) -> Tensor:
+        """Aligned final hidden states, float [B, L, H].
+
+        Args:
+            ids: int64 [B, L].
+            attention_mask: bool [B, L] over keys, True = token exists. Other positions still get an output, which
+                means nothing. Not read where there is a view.
+            view: positions, visibility and cache of a pass over part of a sequence, or under another mask than
+                everything sees everything (block families: than the block-causal one).
+        """
         ...
 
-    def denoise(self, noisy_ids: Tensor, clean_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def denoise(
+        self,
+        noisy_ids: Tensor,
+        clean_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        block_ids: Tensor | None = None,
+    ) -> Tensor:
         """Hidden states [B, L, H] from which `logits` predicts the clean tokens, given the noisy ones.
 
-        Masked families read `noisy_ids` alone; block families read [noisy ; clean] under the block mask.
+        Masked families read `noisy_ids` alone; block families read [noisy ; clean] under the block mask of
+        `block_ids`, int64 [B, L], -1 where there is no token; None counts blocks from the first token.
         """
         ...
 
@@ -115,6 +135,7 @@ def token_log_probs(
     score_mask: Tensor,
     target_ids: Tensor | None = None,
     temperature: float = 1.0,
+    block_ids: Tensor | None = None,
 ) -> Tensor:
     """log p(target_i | noisy input) at the scored positions, 0 elsewhere.
 
@@ -126,6 +147,7 @@ def token_log_probs(
         attention_mask, score_mask: bool [B, L].
         target_ids: int64 [B, L]; the clean tokens where None.
         temperature: divides the logits, > 0.
+        block_ids: int64 [B, L], see `PolicyModel.denoise`.
 
     Returns:
         float [B, L].
@@ -139,8 +161,9 @@ def token_log_probs(
     noisy, clean, exists = noisy_ids[rows, columns], clean_ids[rows, columns], attention_mask[rows, columns]
     # Rows that read the same are run once: with the whole response hidden, all answers to a prompt are one row.
     read = [noisy, exists.long()] + ([] if policy.block_length is None else [clean])
-    place, first = _distinct(torch.cat(read, dim=1))
-    hidden = policy.denoise(noisy[first], clean[first], exists[first])
+    blocks = None if block_ids is None else block_ids[rows, columns]
+    place, first = _distinct(torch.cat(read if blocks is None else [*read, blocks], dim=1))
+    hidden = policy.denoise(noisy[first], clean[first], exists[first], None if blocks is None else blocks[first])
     scored = score_mask[rows, columns]
     row, column = scored.nonzero(as_tuple=True)
     targets = (clean_ids if target_ids is None else target_ids)[score_mask]

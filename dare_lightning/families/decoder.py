@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dare_lightning.families import layers
+from dare_lightning.families.attention import Context, Rotary, View, attend, run_stack
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,13 @@ class Attention(nn.Module):
         self.q_norm = None if shape.norm_eps is None else layers.RMSNorm(shape.head_dim, shape.norm_eps)
         self.k_norm = None if shape.norm_eps is None else layers.RMSNorm(shape.head_dim, shape.norm_eps)
 
-    def forward(self, x: Tensor, context: layers.Context) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         q, k, v = (layers.split_heads(f(x), self.head_dim) for f in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.clip is not None:
             q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
-        return self.o_proj(layers.attend(q, k, v, context))
+        return self.o_proj(attend(q, k, v, context))
 
 
 class GatedMLP(nn.Module):
@@ -93,7 +94,7 @@ class Layer(nn.Module):
         self.mlp = mlp
         self.shared_expert = shared_expert
 
-    def forward(self, x: Tensor, context: layers.Context) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), context)
         normed = self.post_attention_layernorm(x)
         out = self.mlp(normed)
@@ -121,12 +122,25 @@ class Decoder(nn.Module):
         self.norm = layers.RMSNorm(width, eps)
 
     def forward(
-        self, ids: Tensor, attention_mask: Tensor | None, attention: str, gradient_checkpointing: bool
+        self,
+        ids: Tensor,
+        attention_mask: Tensor | None,
+        view: View | None,
+        attention: str,
+        gradient_checkpointing: bool,
     ) -> Tensor:
         """Final hidden states [B, L, H] of ids [B, L], not aligned; sines and cosines in the activations' dtype."""
-        x = self.embed_tokens(ids)
-        context = layers.Context.of(ids, attention_mask, self.rotary_dim, self.theta, x.dtype, attention)
-        return self.norm(layers.run_layers(self.layers, x, context, gradient_checkpointing))
+        return run_stack(
+            ids,
+            attention_mask,
+            view,
+            embed=self.embed_tokens,
+            layers=self.layers,
+            norm=self.norm,
+            rotary=Rotary(self.rotary_dim, self.theta),
+            attention=attention,
+            checkpointing=gradient_checkpointing,
+        )
 
 
 def output_head(decoder: Decoder, tied: bool) -> nn.Linear | None:

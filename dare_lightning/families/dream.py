@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dare_lightning.families import config as keys
 from dare_lightning.families import decoder, layers
+from dare_lightning.families.attention import AttentionName, View, needed_key_mask
 from dare_lightning.families.checkpoint import save_checkpoint
 from dare_lightning.families.load import read_policy
 from dare_lightning.families.tokenizer import special_ids
@@ -86,7 +87,7 @@ class Dream(nn.Module):
     Args:
         config: the content of config.json; kept unchanged, and written back on save.
         tokenizer: the checkpoint's tokenizer.
-        attention: kernel name, "eager" or "sdpa"; may be set again at any time.
+        attention: kernel name ("eager", "sdpa", "flex", "varlen"); may be set again at any time.
         gradient_checkpointing: keep only each layer's input for the backward pass.
 
     Raises:
@@ -95,7 +96,8 @@ class Dream(nn.Module):
 
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     block_length: int | None = None
-    attention = layers.AttentionName()
+    left_context: int = 1
+    attention = AttentionName()
 
     def __init__(
         self, config: dict[str, Any], tokenizer: Any, attention: str = "sdpa", gradient_checkpointing: bool = False
@@ -145,18 +147,19 @@ class Dream(nn.Module):
         layers.fill_randomly(policy.to_empty(device="cpu"), seed, residual=("o_proj", "down_proj"))
         return policy
 
-    def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Final hidden states, float [B, L, H], aligned: those of the existing token before each position.
+    def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None, view: View | None = None) -> Tensor:
+        """See `PolicyModel.hidden_states`; aligned: the states of the existing token before each position."""
+        raw = self.model(ids, attention_mask, view, self.attention, self.gradient_checkpointing)
+        return _shifted(raw, attention_mask if view is None else None)
 
-        Args:
-            ids: int64 [B, L].
-            attention_mask: bool [B, L] over keys, True = token exists. Other positions still get an output, which
-                means nothing.
-        """
-        return _shifted(self.model(ids, attention_mask, self.attention, self.gradient_checkpointing), attention_mask)
-
-    def denoise(self, noisy_ids: Tensor, clean_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Hidden states [B, L, H] of the noisy tokens; a masked family does not look at the clean ones."""
+    def denoise(
+        self,
+        noisy_ids: Tensor,
+        clean_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        block_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [B, L, H] of the noisy tokens; a masked family looks at neither clean tokens nor blocks."""
         return self.hidden_states(noisy_ids, attention_mask)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -174,7 +177,7 @@ class Dream(nn.Module):
 
 def _shifted(raw: Tensor, attention_mask: Tensor | None) -> Tensor:
     """At each position of raw [B, L, H], the state of the existing token before it; its own where there is none."""
-    exists = layers.needed_key_mask(attention_mask)
+    exists = needed_key_mask(attention_mask)
     if exists is None:
         return torch.cat([raw[:, :1], raw[:, :-1]], dim=1)
     own = torch.arange(raw.shape[1], device=raw.device)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from dare_lightning.families import config as keys
 from dare_lightning.families import layers
+from dare_lightning.families.attention import AttentionName, Context, Rotary, View, attend, run_stack
 from dare_lightning.families.checkpoint import save_checkpoint
 from dare_lightning.families.load import read_policy
 from dare_lightning.families.tokenizer import special_ids
@@ -123,10 +124,10 @@ class Block(nn.Module):
         self.up_proj = nn.Linear(arch.width, arch.mlp_width, bias=False)
         self.ff_out = nn.Linear(arch.mlp_width, arch.width, bias=False)
 
-    def forward(self, x: Tensor, context: layers.Context) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         normed = self.attn_norm(x)
         q, k, v = (layers.split_heads(f(normed), self.head_dim) for f in (self.q_proj, self.k_proj, self.v_proj))
-        x = x + self.attn_out(layers.attend(q, k, v, context))
+        x = x + self.attn_out(attend(q, k, v, context))
         normed = self.ff_norm(x)
         return x + self.ff_out(F.silu(self.ff_proj(normed)) * self.up_proj(normed))
 
@@ -149,7 +150,7 @@ class LLaDA(nn.Module):
     Args:
         config: the content of config.json; kept unchanged, and written back on save.
         tokenizer: the checkpoint's tokenizer.
-        attention: kernel name, "eager" or "sdpa"; may be set again at any time.
+        attention: kernel name ("eager", "sdpa", "flex", "varlen"); may be set again at any time.
         gradient_checkpointing: keep only each block's input for the backward pass.
 
     Raises:
@@ -158,7 +159,8 @@ class LLaDA(nn.Module):
 
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "attn_out", "ff_proj", "up_proj", "ff_out")
     block_length: int | None = None
-    attention = layers.AttentionName()
+    left_context: int = 0
+    attention = AttentionName()
 
     def __init__(
         self, config: dict[str, Any], tokenizer: Any, attention: str = "sdpa", gradient_checkpointing: bool = False
@@ -209,23 +211,29 @@ class LLaDA(nn.Module):
         layers.fill_randomly(policy.to_empty(device="cpu"), seed, residual=("attn_out", "ff_out"))
         return policy
 
-    def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Final hidden states, float [B, L, H].
+    def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None, view: View | None = None) -> Tensor:
+        """See `PolicyModel.hidden_states`."""
+        transformer, arch = self._transformer, self.arch
+        return run_stack(
+            ids,
+            attention_mask,
+            view,
+            embed=transformer.wte,
+            layers=transformer.blocks,
+            norm=transformer.ln_f,
+            rotary=Rotary(arch.head_dim, arch.theta, wide=arch.full_precision_rotary),
+            attention=self.attention,
+            checkpointing=self.gradient_checkpointing,
+        )
 
-        Args:
-            ids: int64 [B, L].
-            attention_mask: bool [B, L] over keys, True = token exists. Other positions still get an output, which
-                means nothing.
-        """
-        transformer = self._transformer
-        x = transformer.wte(ids)
-        arch = self.arch
-        precision = torch.promote_types(x.dtype, torch.float32) if arch.full_precision_rotary else x.dtype
-        context = layers.Context.of(ids, attention_mask, arch.head_dim, arch.theta, precision, self.attention)
-        return transformer.ln_f(layers.run_layers(transformer.blocks, x, context, self.gradient_checkpointing))
-
-    def denoise(self, noisy_ids: Tensor, clean_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Hidden states [B, L, H] of the noisy tokens; a masked family does not look at the clean ones."""
+    def denoise(
+        self,
+        noisy_ids: Tensor,
+        clean_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        block_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [B, L, H] of the noisy tokens; a masked family looks at neither clean tokens nor blocks."""
         return self.hidden_states(noisy_ids, attention_mask)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dare_lightning.families import config as keys
 from dare_lightning.families import decoder, layers
+from dare_lightning.families.attention import AttentionName, View
 from dare_lightning.families.checkpoint import save_checkpoint
 from dare_lightning.families.experts import MixtureOfExperts
 from dare_lightning.families.load import read_policy
@@ -115,7 +116,7 @@ class LLaDAMoE(nn.Module):
     Args:
         config: the content of config.json; kept unchanged, and written back on save.
         tokenizer: the checkpoint's tokenizer, which declares the mask token: the config has no id for it.
-        attention: kernel name, "eager" or "sdpa"; may be set again at any time.
+        attention: kernel name ("eager", "sdpa", "flex", "varlen"); may be set again at any time.
         gradient_checkpointing: keep only each layer's input for the backward pass.
         norm_topk_prob: "published" never divides the chosen experts' weights by their sum, as the published code,
             which does not read the config's key of this name; "config" does what the key says.
@@ -126,7 +127,8 @@ class LLaDAMoE(nn.Module):
 
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     block_length: int | None = None
-    attention = layers.AttentionName()
+    left_context: int = 0
+    attention = AttentionName()
 
     def __init__(
         self,
@@ -185,18 +187,18 @@ class LLaDAMoE(nn.Module):
         layers.fill_randomly(policy.to_empty(device="cpu"), seed, residual=("o_proj", "down_proj"))
         return policy
 
-    def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Final hidden states, float [B, L, H].
+    def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None, view: View | None = None) -> Tensor:
+        """See `PolicyModel.hidden_states`."""
+        return self.model(ids, attention_mask, view, self.attention, self.gradient_checkpointing)
 
-        Args:
-            ids: int64 [B, L].
-            attention_mask: bool [B, L] over keys, True = token exists. Other positions still get an output, which
-                means nothing.
-        """
-        return self.model(ids, attention_mask, self.attention, self.gradient_checkpointing)
-
-    def denoise(self, noisy_ids: Tensor, clean_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Hidden states [B, L, H] of the noisy tokens; a masked family does not look at the clean ones."""
+    def denoise(
+        self,
+        noisy_ids: Tensor,
+        clean_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        block_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [B, L, H] of the noisy tokens; a masked family looks at neither clean tokens nor blocks."""
         return self.hidden_states(noisy_ids, attention_mask)
 
     def logits(self, hidden: Tensor) -> Tensor:

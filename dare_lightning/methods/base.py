@@ -171,6 +171,7 @@ class DiffusionPolicyModule(L.LightningModule):
         """
         samples, count, length = rows.noisy_ids.shape
         taught = self.teaches(batch)
+        blocks = batch.block_ids(policy.block_length)
         score_mask = rows.score_mask if taught is None else rows.score_mask & taught.view(-1, 1, 1)
 
         def flat(column: Tensor) -> Tensor:
@@ -187,6 +188,7 @@ class DiffusionPolicyModule(L.LightningModule):
             flat(score_mask),
             None if rows.target_ids is None else flat(rows.target_ids),
             self.temperature,
+            None if blocks is None else repeated(blocks),
         )
         return scored.view(samples, count, length)
 

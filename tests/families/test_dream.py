@@ -109,7 +109,7 @@ def test_a_saved_copy_keeps_every_file_of_the_published_layout(tmp_path):
 def test_a_token_is_predicted_from_the_state_before_it():
     policy = new_tiny_dream(layers=1, width=16, heads=2).double()
     ids = torch.tensor([[8, 9, 10, 11]])
-    raw = policy.model(ids, None, "eager", False)
+    raw = policy.model(ids, None, None, "eager", False)
     hidden = policy.hidden_states(ids)
     torch.testing.assert_close(hidden[0, 1:], raw[0, :-1])
     torch.testing.assert_close(hidden[0, 0], raw[0, 0])

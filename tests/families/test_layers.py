@@ -7,39 +7,39 @@ import math
 import pytest
 import torch
 
-from dare_lightning.families import layers
+from dare_lightning.families import attention, layers
 
 
-@pytest.mark.parametrize("kernel", layers.ATTENTION_KERNELS.values(), ids=layers.ATTENTION_KERNELS)
-def test_attention_ignores_masked_keys(kernel):
+@pytest.mark.parametrize("name", attention.KERNELS)
+def test_attention_ignores_masked_keys(name):
     q, k, v = torch.randn(3, 2, 4, 6, 8, dtype=torch.float64).unbind(0)
     mask = torch.tensor([[True] * 4 + [False] * 2, [True] * 6])
-    whole = kernel(q, k, v, mask)
-    torch.testing.assert_close(whole[:1], kernel(q[:1], k[:1, :, :4], v[:1, :, :4], None))
-    torch.testing.assert_close(whole[1:], kernel(q[1:], k[1:], v[1:], None))
+    whole = attention.bound_kernel(name, mask)(q, k, v)
+    torch.testing.assert_close(whole[:1], attention.bound_kernel(name, None)(q[:1], k[:1, :, :4], v[:1, :, :4]))
+    torch.testing.assert_close(whole[1:], attention.bound_kernel(name, None)(q[1:], k[1:], v[1:]))
 
 
-@pytest.mark.parametrize("kernel", layers.ATTENTION_KERNELS.values(), ids=layers.ATTENTION_KERNELS)
-def test_a_row_without_keys_is_finite(kernel):
+@pytest.mark.parametrize("name", attention.KERNELS)
+def test_a_row_without_keys_is_finite(name):
     q, k, v = torch.randn(3, 1, 2, 3, 4).unbind(0)
-    assert kernel(q, k, v, torch.zeros(1, 3, dtype=torch.bool)).isfinite().all()
+    assert attention.bound_kernel(name, torch.zeros(1, 3, dtype=torch.bool))(q, k, v).isfinite().all()
 
 
-@pytest.mark.parametrize("kernel", layers.ATTENTION_KERNELS.values(), ids=layers.ATTENTION_KERNELS)
-def test_query_heads_share_key_heads_in_consecutive_groups(kernel):
+@pytest.mark.parametrize("name", attention.KERNELS)
+def test_query_heads_share_key_heads_in_consecutive_groups(name):
     q = torch.randn(1, 4, 3, 2, dtype=torch.float64)
     k, v = torch.randn(2, 1, 2, 3, 2, dtype=torch.float64).unbind(0)
-    grouped = kernel(q, k, v, None)
+    grouped = attention.bound_kernel(name, None)(q, k, v)
     for head in range(4):
         own = slice(head // 2, head // 2 + 1)
         torch.testing.assert_close(
-            grouped[:, head : head + 1], kernel(q[:, head : head + 1], k[:, own], v[:, own], None)
+            grouped[:, head : head + 1], attention.bound_kernel(name, None)(q[:, head : head + 1], k[:, own], v[:, own])
         )
 
 
 def test_an_unknown_kernel_names_the_known_ones():
-    with pytest.raises(ValueError, match="'flash'.*eager, sdpa"):
-        layers.attention_kernel("flash")
+    with pytest.raises(ValueError, match="'flash'.*eager, sdpa, flex, varlen"):
+        attention.check_attention("flash")
 
 
 def test_rotation_by_hand():
@@ -69,6 +69,6 @@ def test_the_norm_multiplies_its_weight_after_rounding():
 
 
 def test_no_mask_is_needed_where_every_token_exists():
-    assert layers.needed_key_mask(torch.ones(2, 3, dtype=torch.bool)) is None
+    assert attention.needed_key_mask(torch.ones(2, 3, dtype=torch.bool)) is None
     partial = torch.tensor([[True, False]])
-    assert layers.needed_key_mask(partial) is not None
+    assert attention.needed_key_mask(partial) is not None

@@ -34,6 +34,7 @@ class TablePolicy(nn.Module):
         self.stop_token_ids: tuple[int, ...] = (self.eos_token_id,)
         self.block_length = block_length
         self.block_origin = block_origin
+        self.left_context = 0
         self.lora_targets: tuple[str, ...] = ()
         self.attention = "eager"
         self.source: Path | None = None
@@ -48,18 +49,32 @@ class TablePolicy(nn.Module):
         visible = exists[:, :, None] & exists[:, None, :]
         return self._shifted(self._raw(ids, _positions(exists), visible), exists)
 
-    def denoise(self, noisy_ids: Tensor, clean_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def denoise(
+        self,
+        noisy_ids: Tensor,
+        clean_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        block_ids: Tensor | None = None,
+    ) -> Tensor:
         """Aligned logits [B, L, V] for the noisy half; block policies read [noisy ; clean] under the block mask."""
         if self.block_length is None:
             return self.hidden_states(noisy_ids, attention_mask)
         exists = torch.ones_like(noisy_ids, dtype=torch.bool) if attention_mask is None else attention_mask
         position = _positions(exists)
-        visible = self.visibility(exists)
+        visible = self.visibility(exists, block_ids)
         raw = self._raw(torch.cat([noisy_ids, clean_ids], 1), position.repeat(1, 2), visible)
         return self._shifted(raw[:, : noisy_ids.shape[1]], exists)
 
-    def visibility(self, exists: Tensor) -> Tensor:
-        """bool [B, 2L, 2L]: rows are queries of [noisy ; clean]."""
+    def visibility(self, exists: Tensor, block_ids: Tensor | None = None) -> Tensor:
+        """bool [B, 2L, 2L]: rows are queries of [noisy ; clean]; own blocks where none are given."""
+        block = self._own_blocks(exists) if block_ids is None else block_ids
+        same, later = block[:, :, None] == block[:, None, :], block[:, :, None] > block[:, None, :]
+        nothing = torch.zeros_like(same)
+        top, bottom = torch.cat([same, later], -1), torch.cat([nothing, same | later], -1)
+        both = torch.cat([exists, exists], -1)
+        return torch.cat([top, bottom], 1) & both[:, :, None] & both[:, None, :]
+
+    def _own_blocks(self, exists: Tensor) -> Tensor:
         assert self.block_length is not None
         position = _positions(exists)
         block = position // self.block_length
@@ -68,11 +83,7 @@ class TablePolicy(nn.Module):
             prompt = (self.prompt_mask & exists).sum(-1, keepdim=True)
             of_prompt = (prompt + self.block_length - 1) // self.block_length
             block = torch.where(position < prompt, block, of_prompt + (position - prompt) // self.block_length)
-        same, later = block[:, :, None] == block[:, None, :], block[:, :, None] > block[:, None, :]
-        nothing = torch.zeros_like(same)
-        top, bottom = torch.cat([same, later], -1), torch.cat([nothing, same | later], -1)
-        both = torch.cat([exists, exists], -1)
-        return torch.cat([top, bottom], 1) & both[:, :, None] & both[:, None, :]
+        return block
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits are the hidden states."""
