@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from dare_lightning.datamodules.chat import encode_prompt
 from dare_lightning.datamodules.readers import read_examples
+from dare_lightning.datamodules.sizes import check_positive, check_same_split, multiples_near
 from dare_lightning.diffusion.noise import derive_seed, generator
 from dare_lightning.families.base import PolicyModel
 from dare_lightning.parallel.collectives import gather_objects, rank_and_world, sum_over_ranks
@@ -133,9 +134,8 @@ class PromptDataModule(L.LightningDataModule):
         self._check_sizes()
 
     def _check_sizes(self) -> None:
-        for name in ("prompts_per_rollout", "updates_per_rollout", "inner_epochs", "micro_batch", "val_prompts"):
-            if self.__dict__[name] < 1:
-                raise ValueError(f"data.{name}={self.__dict__[name]} must be at least 1")
+        check_positive({name: size for name, size in self._sizes().items() if name != "group_size"})
+        check_positive({"val_prompts": self.val_prompts})
         if self.group_size < 2:
             raise ValueError(
                 f"data.group_size={self.group_size}: group-relative advantages compare answers to one prompt;"
@@ -146,12 +146,21 @@ class PromptDataModule(L.LightningDataModule):
         if self.task is not None and self.path is None and self.train_prompts is None:
             raise ValueError("data.train_prompts must say how many prompts to generate")
 
+    def _sizes(self) -> dict[str, int]:
+        """What decides how a rollout is split into micro-batches."""
+        return {
+            "prompts_per_rollout": self.prompts_per_rollout,
+            "group_size": self.group_size,
+            "updates_per_rollout": self.updates_per_rollout,
+            "inner_epochs": self.inner_epochs,
+            "micro_batch": self.micro_batch,
+        }
+
     def check_ranks(self, world: int) -> None:
         """Raise ValueError where the sizes do not divide among `world` ranks."""
         shares = self.updates_per_rollout * world
         if self.prompts_per_rollout % shares:
-            lower = self.prompts_per_rollout // shares * shares
-            choices = " or ".join(str(n) for n in (lower, lower + shares) if n)
+            choices = multiples_near(self.prompts_per_rollout, shares)
             raise ValueError(
                 f"data.prompts_per_rollout={self.prompts_per_rollout} is not a multiple of updates_per_rollout × ranks"
                 f" = {self.updates_per_rollout} × {world} = {shares}; choose {choices}"
@@ -322,7 +331,7 @@ class PromptDataModule(L.LightningDataModule):
             }
         # Lightning hands the loader its state back on some resumes and not on those from the end of an epoch.
         position = self._position if self.loader is None else self.loader.state_dict()
-        return {"position": position, "buffers": gather_objects(mine)}
+        return {"position": position, "buffers": gather_objects(mine), "sizes": self._sizes()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the position and this rank's buffer back."""
@@ -336,6 +345,7 @@ class PromptDataModule(L.LightningDataModule):
                 f"the replay buffer was saved by {len(buffers)} ranks, this run has {world}:"
                 f" resume with {len(buffers)}, or from a checkpoint at a rollout boundary"
             )
+        check_same_split(state_dict["sizes"], self._sizes())
         saved = buffers[rank]
         known = {f.name for f in fields(SequenceBatch)}
         columns = {name: value for name, value in saved["columns"].items() if name in known}

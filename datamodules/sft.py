@@ -16,6 +16,7 @@ from torch import Tensor
 from dare_lightning.datamodules.chat import EncodedDialogue, encode_dialogue, use_template
 from dare_lightning.datamodules.prompts import Task
 from dare_lightning.datamodules.readers import Dialogue, recognise_layout, to_dialogues
+from dare_lightning.datamodules.sizes import check_positive, check_same_split, multiples_near
 from dare_lightning.datamodules.sources import read_rows
 from dare_lightning.diffusion.noise import derive_seed, generator
 from dare_lightning.families.base import PolicyModel
@@ -145,9 +146,7 @@ class SFTDataModule(L.LightningDataModule):
         self._check_settings()
 
     def _check_settings(self) -> None:
-        for name in ("max_length", "batch_size", "micro_batch"):
-            if self.__dict__[name] < 1:
-                raise ValueError(f"data.{name}={self.__dict__[name]} must be at least 1")
+        check_positive({"max_length": self.max_length, "batch_size": self.batch_size, "micro_batch": self.micro_batch})
         if self.eos_fill not in ("none", "batch", "max_length"):
             raise ValueError(f"data.eos_fill={self.eos_fill!r}; use none, batch or max_length")
         if not 0 <= self.val_share < 1:
@@ -162,8 +161,7 @@ class SFTDataModule(L.LightningDataModule):
         """Raise ValueError where the sizes do not divide among `world` ranks."""
         unit = self.micro_batch * world
         if self.batch_size % unit:
-            lower = self.batch_size // unit * unit
-            choices = " or ".join(str(n) for n in (lower, lower + unit) if n)
+            choices = multiples_near(self.batch_size, unit)
             raise ValueError(
                 f"data.batch_size={self.batch_size} is not a multiple of micro_batch × ranks ="
                 f" {self.micro_batch} × {world} = {unit}; choose data.batch_size={choices}"
@@ -293,30 +291,49 @@ class SFTDataModule(L.LightningDataModule):
         self.loader.load_state_dict(self._position)
         return self.loader
 
+    def _split(self) -> dict[str, int]:
+        """What decides how an epoch is split into micro-batches."""
+        return {
+            "batch_size": self.batch_size,
+            "micro_batch": self.micro_batch,
+            "ranks": rank_and_world()[1],
+            "conversations": len(self.train),
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """The loader's position: Lightning does not hand it back on a resume from the end of an epoch."""
-        return {"position": self._position if self.loader is None else self.loader.state_dict()}
+        inside = self.loader is not None and 0 < self.loader.position < self.loader.length
+        position = self._position if self.loader is None else self.loader.state_dict()
+        return {"position": position, "split": self._split() if inside else {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where the checkpoint was taken."""
+        """Go on where the checkpoint was taken.
+
+        Raises:
+            RuntimeError: that was inside an epoch, which this run splits in another way.
+        """
+        check_same_split(state_dict["split"], self._split())
         self._position = state_dict["position"]
 
     def val_dataloader(self) -> Batches | list[Any]:
         """Held-out sequences; their noise does not depend on the epoch, so that losses compare.
 
-        Empty where nothing is held out. Ranks get equal shares, up to ranks - 1 sequences are left out.
+        They are filled with end tokens as in training, each `batch_size` of them to their own longest. Empty where
+        nothing is held out. Ranks get equal shares, up to ranks - 1 sequences are left out.
         """
         rank, world = rank_and_world()
         samples = self.heldout[: len(self.heldout) // world * world]
         if not samples:
             return []
-        fill_to = self._fill_to(samples)
-        return Batches(
-            [
+        makers = []
+        for start in range(0, len(samples), self.batch_size):
+            window = samples[start : start + self.batch_size]
+            fill_to = self._fill_to(window)
+            makers += [
                 partial(self.make_batch, part, (_HELD_OUT,), fill_to)
-                for part in _parts(samples[rank::world], self.micro_batch)
+                for part in _parts(window[rank::world], self.micro_batch)
             ]
-        )
+        return Batches(makers)
 
 
 def supervised_batch(

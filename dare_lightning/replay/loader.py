@@ -70,7 +70,9 @@ class MicroBatchLoader:
             skip = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and position inside it."""
+        """Epoch and position inside it; the end of an epoch is the start of the next, which may be split otherwise."""
+        if self.position >= self.length:
+            return {"epoch": self.epoch + 1, "position": 0}
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from tests.equalities.conftest import Record, weights
 from tests.equalities.runs import RUNS
-from tests.equalities.two_ranks import INSIDE
+from tests.equalities.two_ranks import BOUNDARY, INSIDE
 from tests.shared import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -93,4 +93,16 @@ def test_one_rank_cannot_take_the_buffers_of_two(folder: Path) -> None:
     with pytest.raises(
         RuntimeError, match="saved by 2 ranks, this run has 1: resume with 2, or from a checkpoint at a"
     ):
-        run.fit(ckpt_path=folder / INSIDE)
+        run.fit(ckpt_path=folder / "online" / INSIDE)
+
+
+def test_one_rank_cannot_go_on_inside_an_epoch_of_two(folder: Path) -> None:
+    with pytest.raises(RuntimeError, match="inside an epoch, with ranks=2; this run has ranks=1"):
+        RUNS["offline"]().fit(ckpt_path=folder / "offline" / INSIDE)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_one_rank_goes_on_where_an_epoch_of_two_ended(name: str, folder: Path, two: Any) -> None:
+    run = RUNS[name]()
+    assert run.fit(ckpt_path=folder / name / BOUNDARY).global_step == 8
+    torch.testing.assert_close(weights(run), two[name]["weights"], rtol=1e-6, atol=1e-6)

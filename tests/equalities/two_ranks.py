@@ -16,12 +16,12 @@ from dare_lightning.parallel.collectives import rank_and_world
 from tests.equalities.conftest import Keep, Record, weights
 from tests.equalities.runs import RUNS
 
-INSIDE = "inside-3.ckpt"
+INSIDE, BOUNDARY = "inside-3.ckpt", "boundary-4.ckpt"
 
 
 def fit(name: str, folder: Path, resume: Path | None = None) -> dict[str, Any]:
-    """Weights and metrics of one of `RUNS`, over two processes; the online one leaves a checkpoint inside a rollout."""
-    run, record, keep = RUNS[name](), Record(), Keep(folder, at=[3] if name == "online" and resume is None else [])
+    """Weights and metrics of one of `RUNS`, over two processes; a fresh one leaves checkpoints in `folder/name`."""
+    run, record, keep = RUNS[name](), Record(), Keep(folder / name, at=[3, 4] if resume is None else [])
     run.fit(
         keep,
         ckpt_path=resume,
@@ -36,7 +36,7 @@ def fit(name: str, folder: Path, resume: Path | None = None) -> dict[str, Any]:
 def main(folder: Path) -> None:
     """Train everything twice where a resume is to be compared."""
     results = {name: fit(name, folder) for name in RUNS}
-    results["resumed"] = fit("online", folder, folder / INSIDE)
+    results["resumed"] = fit("online", folder, folder / "online" / INSIDE)
     if rank_and_world()[0] == 0:
         torch.save(results, folder / "two.pt")
 

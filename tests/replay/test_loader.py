@@ -74,7 +74,7 @@ def test_epochs_are_counted_where_a_pass_is_complete() -> None:
     loader = _loader()
     passes = [[int(one.sample_index[0]) for one in islice(loader, LENGTH)] for _ in range(3)]
     assert passes == [[100 * epoch + 10 * place for place in range(LENGTH)] for epoch in range(3)]
-    assert loader.state_dict() == {"epoch": 2, "position": LENGTH}
+    assert loader.state_dict() == {"epoch": 3, "position": 0}
 
 
 def test_a_state_from_the_end_of_an_epoch_starts_the_next() -> None:
@@ -87,9 +87,11 @@ def test_a_state_from_the_end_of_an_epoch_starts_the_next() -> None:
 def test_the_position_covers_a_micro_batch_as_soon_as_it_is_out() -> None:
     loader = _loader()
     batches = iter(loader)
-    for position in range(1, LENGTH + 1):
+    for position in range(1, LENGTH):
         next(batches)
-        assert loader.state_dict()["position"] == position
+        assert loader.state_dict() == {"epoch": 0, "position": position}
+    next(batches)
+    assert loader.state_dict() == {"epoch": 1, "position": 0}  # wherever the next one ends
 
 
 def test_batches_of_other_windows_are_not_made_for_a_resume() -> None:
