@@ -317,15 +317,13 @@ class DiffusionPolicyModule(L.LightningModule):
         Raises:
             ValueError: the gradient plan does not work under the strategy.
         """
-        if stage == "fit":
-            self.keep_reference()
-            if self.gradient_plan == "accumulate" and isinstance(
-                self.trainer.strategy, (FSDPStrategy, ModelParallelStrategy)
-            ):
-                raise ValueError(
-                    "method.gradient_plan=accumulate differentiates outside of the sharding's hooks; use replay under"
-                    f" {type(self.trainer.strategy).__name__}"
-                )
+        self.keep_reference()  # before a checkpoint is read, and before a validation that comes first
+        sharded = isinstance(self.trainer.strategy, (FSDPStrategy, ModelParallelStrategy))
+        if stage == "fit" and self.gradient_plan == "accumulate" and sharded:
+            raise ValueError(
+                "method.gradient_plan=accumulate differentiates outside of the sharding's hooks; use replay under"
+                f" {type(self.trainer.strategy).__name__}"
+            )
         self.trainer.precision_plugin.convert_input = _unchanged  # type: ignore[method-assign]
 
     def train(self, mode: bool = True) -> Self:
@@ -346,6 +344,10 @@ class DiffusionPolicyModule(L.LightningModule):
         if self.scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"}}
+
+    def on_validation_start(self) -> None:
+        """As `on_fit_start`, where validation comes first."""
+        self.on_fit_start()
 
     def on_fit_start(self) -> None:
         """Bring the unregistered reference to the policy's device and precision."""
