@@ -142,4 +142,6 @@ class SFT(DiffusionPolicyModule):
         rows = self.validation_rows(batch)
         counted = replace(batch, denominator=self.denominator(rows, batch))
         loss, _ = self.loss_and_metrics(rows, counted)
-        self.log("val/loss", loss, batch_size=len(batch), prog_bar=True, sync_dist=True)
+        # Weighed by what they were divided by, the batches' means are the mean over all of them.
+        weight = round(float(counted.denominator) * self.samples)
+        self.log("val/loss", loss, batch_size=weight, prog_bar=True, sync_dist=True)

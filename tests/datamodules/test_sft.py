@@ -15,7 +15,7 @@ from dare_lightning.datamodules.chat import ANSWER_CUT_OFF, PROMPT_TOO_LONG
 from dare_lightning.datamodules.sft import SFTDataModule, is_held_out
 from dare_lightning.evaluation.benchmarks.sudoku import SudokuTask
 from dare_lightning.families.llada import LLaDA
-from dare_lightning.methods.sft import SFT
+from dare_lightning.methods.sft import NORMALIZATIONS, SFT
 from dare_lightning.replay.batch import SequenceBatch, concatenate
 from tests.shared import fixture_model, shared_file
 from tests.tiny import END_OF_TURN, EOS, tiny_llada
@@ -206,6 +206,27 @@ def test_held_out_noise_is_the_same_in_every_epoch(policy: LLaDA, file: str) -> 
     first, second = (concatenate(list(data.val_dataloader())) for _ in range(2))
     assert torch.equal(first.noise_seed, second.noise_seed)
     assert len(first) == len(data.heldout)
+
+
+def test_held_out_batches_are_filled_as_far_as_training_would(policy: LLaDA, file: str, tmp_path: Path) -> None:
+    heldout = write(tmp_path, [("a", "b" * length) for length in (2, 5, 3, 4, 9, 1)])
+    data = ready(policy, path=file, val_path=heldout, batch_size=4, eos_fill="batch")
+    lengths = [len(sample.encoded.ids) for sample in data.heldout]
+    longest = [max(lengths[:4])] * 2 + [max(lengths[4:])]
+    assert [batch.ids.shape[1] for batch in data.val_dataloader()] == longest
+    assert len(set(longest)) == 2
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+def test_the_held_out_loss_is_that_of_one_batch(policy: LLaDA, file: str, normalization: Any) -> None:
+    def loss(micro_batch: int) -> float:
+        data = ready(policy, path=file, val_share=0.5, batch_size=8, micro_batch=micro_batch, eos_fill="none")
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        runner = L.Trainer(accelerator="cpu", enable_model_summary=False, **quiet)  # type: ignore[arg-type]
+        module = SFT(policy=policy, optimizer=partial(torch.optim.SGD, lr=0.1), normalization=normalization, samples=2)
+        return runner.validate(module, datamodule=data, verbose=False)[0]["val/loss"]
+
+    assert loss(1) == pytest.approx(loss(8), rel=1e-5)
 
 
 def test_nothing_held_out_means_no_validation_batches(policy: LLaDA, file: str) -> None:
