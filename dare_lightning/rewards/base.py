@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 _log = logging.getLogger(__name__)
 
 Status = Literal["right", "wrong", "unparsed", "timeout", "excluded"]
+Form = Literal["paper", "compact"]
+"""How a planning task is asked: in the paper's words, with the answer in tags, or bare, for tiny models."""
 
 
 @dataclass(frozen=True)
@@ -82,3 +84,28 @@ def check_lengths(completions: Sequence[str], examples: Sequence[Example]) -> No
             f"{len(completions)} completions for {len(examples)} examples: pass one example for each completion "
             "(repeat the prompt's example for every member of its group)"
         )
+
+
+def check_form(form: str) -> None:
+    """Raise ValueError where a planning task has no such form."""
+    if form not in get_args(Form):
+        raise ValueError(f"form={form!r} is not known; choose one of {', '.join(get_args(Form))}")
+
+
+def judge_each(
+    judge: Callable[[str, Example], Verdict], completions: Sequence[str], examples: Sequence[Example], problem: str
+) -> list[Verdict]:
+    """One verdict for each completion, judged by itself; excluded samples are logged once.
+
+    Args:
+        judge: completion, its example -> verdict.
+        completions, examples: one of each a sample.
+        problem: what it means that a sample is excluded.
+
+    Raises:
+        ValueError: the lengths differ.
+    """
+    check_lengths(completions, examples)
+    verdicts = [judge(completion, example) for completion, example in zip(completions, examples, strict=True)]
+    report_excluded(verdicts, examples, problem)
+    return verdicts

@@ -6,12 +6,10 @@ import json
 import re
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, Literal, get_args
+from typing import Any
 
-from dare_lightning.rewards.base import Example, Verdict, check_lengths, report_excluded, sample_name
-from dare_lightning.rewards.text import last_tagged
-
-Form = Literal["paper", "compact"]
+from dare_lightning.rewards.base import Example, Form, Verdict, check_form, judge_each, sample_name
+from dare_lightning.rewards.text import stated
 
 MAX_LENGTH = 256
 MAX_DEPTH = 32
@@ -37,9 +35,8 @@ class CountdownReward:
     """
 
     def __init__(self, form: Form = "paper") -> None:
-        if form not in get_args(Form):
-            raise ValueError(f"form={form!r} is not known; choose one of {', '.join(get_args(Form))}")
-        self.form = form
+        check_form(form)
+        self.form: Form = form
 
     def __call__(self, completions: Sequence[str], examples: Sequence[Example]) -> list[Verdict]:
         """One verdict for each completion; reward 0, 0.1 or 1.
@@ -47,17 +44,14 @@ class CountdownReward:
         Raises:
             ValueError: an example has no `extra["numbers"]`, or the lengths differ.
         """
-        check_lengths(completions, examples)
-        verdicts = [self._judge(completion, example) for completion, example in zip(completions, examples, strict=True)]
-        report_excluded(verdicts, examples, "the numbers or the target are not integers")
-        return verdicts
+        return judge_each(self._judge, completions, examples, "the numbers or the target are not integers")
 
     def _judge(self, completion: str, example: Example) -> Verdict:
         task = _task(example)
         if task is None:
             return Verdict(0.0, "excluded")
         numbers, target = task
-        answer = completion.strip() if self.form == "compact" else last_tagged(completion)
+        answer = stated(completion, self.form)
         if not answer:
             return Verdict(0.0, "unparsed", answer)
         try:

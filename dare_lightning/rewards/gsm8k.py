@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from dare_lightning.rewards.base import Example, Verdict, check_lengths, report_excluded
+from dare_lightning.rewards.base import Example, Verdict, judge_each
 from dare_lightning.rewards.text import last_boxed, last_hash, last_tagged, numbers_in, single_number
 
 
@@ -33,10 +33,7 @@ class GSM8KReward:
 
     def __call__(self, completions: Sequence[str], examples: Sequence[Example]) -> list[Verdict]:
         """One verdict for each completion."""
-        check_lengths(completions, examples)
-        verdicts = [self._judge(completion, example) for completion, example in zip(completions, examples, strict=True)]
-        report_excluded(verdicts, examples, "the reference states no single number")
-        return verdicts
+        return judge_each(self._judge, completions, examples, "the reference states no single number")
 
     def _judge(self, completion: str, example: Example) -> Verdict:
         gold = _reference(example.ground_truth)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal, get_args
 
-from dare_lightning.rewards.base import Example, Verdict, check_lengths, report_excluded, sample_name
-from dare_lightning.rewards.text import last_tagged
-
-Form = Literal["paper", "compact"]
+from dare_lightning.rewards.base import Example, Form, Verdict, check_form, judge_each, sample_name
+from dare_lightning.rewards.text import stated
 
 CELLS = 16
 _PUZZLE = re.compile(r"[0-4]{16}")
@@ -33,9 +30,8 @@ class SudokuReward:
     """
 
     def __init__(self, form: Form = "paper") -> None:
-        if form not in get_args(Form):
-            raise ValueError(f"form={form!r} is not known; choose one of {', '.join(get_args(Form))}")
-        self.form = form
+        check_form(form)
+        self.form: Form = form
 
     def __call__(self, completions: Sequence[str], examples: Sequence[Example]) -> list[Verdict]:
         """One verdict for each completion; reward in [0, 1].
@@ -43,10 +39,7 @@ class SudokuReward:
         Raises:
             ValueError: an example has no `extra["puzzle"]`, or the lengths differ.
         """
-        check_lengths(completions, examples)
-        verdicts = [self._judge(completion, example) for completion, example in zip(completions, examples, strict=True)]
-        report_excluded(verdicts, examples, "the puzzle or its solution is not 16 matching digits")
-        return verdicts
+        return judge_each(self._judge, completions, examples, "the puzzle or its solution is not 16 matching digits")
 
     def _judge(self, completion: str, example: Example) -> Verdict:
         if "puzzle" not in example.extra:
@@ -57,7 +50,7 @@ class SudokuReward:
         puzzle, solution = str(example.extra["puzzle"]), example.ground_truth
         if not _is_task(puzzle, solution):
             return Verdict(0.0, "excluded")
-        answer = completion.strip() if self.form == "compact" else last_tagged(completion)
+        answer = stated(completion, self.form)
         digits = re.sub(r"[^0-9]", "", answer or "")
         if not digits:
             return Verdict(0.0, "unparsed", answer)

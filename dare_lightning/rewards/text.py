@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from dare_lightning.rewards.base import Form
+
 _BOX_OR_BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 _TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|mbox|textbf)\b")
 _LATEX_SPACING = re.compile(r"\\[,!;: ]|\\(?=[$%])|~")
@@ -37,6 +39,11 @@ def last_tagged(text: str, tag: str = "answer") -> str | None:
         return None
     start += len(opening)
     return text[start : text.find(closing, start)].strip()
+
+
+def stated(text: str, form: Form) -> str | None:
+    """The answer to a planning task: "paper" in the last `<answer>…</answer>`, "compact" the text is the answer."""
+    return text.strip() if form == "compact" else last_tagged(text)
 
 
 def last_boxed(text: str) -> str | None:
