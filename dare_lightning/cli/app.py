@@ -64,6 +64,10 @@ def _dispatch(arguments: Arguments, show_traceback: bool) -> int:
 
         print(help.overview() if arguments.command is None else help.command(arguments))
         return 0 if arguments.help or arguments.command is not None else 2
+    if arguments.compare is not None:
+        from dare_lightning.cli.benchmarks import compare_files
+
+        return compare_files(*arguments.compare)
     if arguments.cfg is not None:
         return _show_config(arguments, arguments.cfg)
     if arguments.multirun or arguments.rerun_failed is not None:

@@ -23,6 +23,7 @@ FLAGS = {
     "--jobs": "with --multirun: processes at the same time (default 1)",
     "--stop-on-failure": "with --multirun: start no further job after a failed one",
     "--rerun-failed": "run the failed jobs of this sweep folder again",
+    "--compare": "with eval: two result files, or folders of evaluations, question by question",
     "--config-dir": "another folder laid out as conf/; may be repeated",
     "--traceback": "show the traceback of an error",
 }
@@ -52,6 +53,7 @@ class Arguments:
     stop_on_failure: bool
     rerun_failed: Path | None
     config_dirs: list[Path]
+    compare: list[Path] | None
     traceback: bool
 
 
@@ -77,6 +79,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--stop-on-failure", action="store_true")
     parser.add_argument("--rerun-failed", type=Path)
+    parser.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"))
     parser.add_argument("--config-dir", "-cd", type=Path, action="append", default=[], dest="config_dirs")
     parser.add_argument("--traceback", action="store_true")
     known, unknown = parser.parse_known_intermixed_args(list(argv))
@@ -85,6 +88,8 @@ def parse(argv: Sequence[str]) -> Arguments:
     command, words = (known.words[0], known.words[1:]) if known.words else (None, [])
     if command is not None and command not in (*COMMANDS, "completion"):
         raise UserError(f"{command} is not a command; {hint(command, [*COMMANDS, 'completion'])}")
+    if known.compare is not None and command != "eval":
+        raise UserError("--compare belongs to eval: python -m dare_lightning eval --compare A B")
     if known.jobs < 1:
         raise UserError(f"--jobs {known.jobs}: must be at least 1")
     for folder in known.config_dirs:

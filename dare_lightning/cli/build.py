@@ -14,10 +14,13 @@ from hydra.utils import instantiate
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
+from dare_lightning.callbacks.opencompass import OpenCompassEval
 from dare_lightning.callbacks.progress import Progress
 from dare_lightning.callbacks.rollout import RolloutCallback
 from dare_lightning.callbacks.tracking import MLflowLogger
 from dare_lightning.callbacks.validation import HeldOutValidation
+from dare_lightning.cli.benchmarks import build_benchmarks
+from dare_lightning.cli.devices import accelerator
 from dare_lightning.cli.errors import UserError
 from dare_lightning.datamodules.preference import PreferenceDataModule
 from dare_lightning.datamodules.prompts import PromptDataModule
@@ -65,8 +68,13 @@ def build(cfg: DictConfig, run_dir: Path) -> Objects:
     data = instantiate(cfg.data, policy=policy)
     method = instantiate(cfg.method, policy=policy)
     _check_pair(method, data, cfg)
-    callbacks = build_callbacks(cfg, method)
-    trainer: L.Trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=build_loggers(cfg, run_dir))
+    callbacks = build_callbacks(cfg, method, run_dir)
+    trainer: L.Trainer = instantiate(
+        cfg.trainer,
+        accelerator=accelerator(str(cfg.trainer.get("accelerator", "auto"))),
+        callbacks=callbacks,
+        logger=build_loggers(cfg, run_dir),
+    )
     trainer.accumulate_grad_batches = data.micro_batches_per_step(trainer.world_size)
     return Objects(policy, data, method, trainer)
 
@@ -94,11 +102,12 @@ def _check_pair(method: DiffusionPolicyModule, data: Any, cfg: DictConfig) -> No
         )
 
 
-def build_callbacks(cfg: DictConfig, method: DiffusionPolicyModule) -> list[L.Callback]:
-    """The rollout first, so that it has collected before anything looks at an epoch."""
+def build_callbacks(cfg: DictConfig, method: DiffusionPolicyModule, run_dir: Path) -> list[L.Callback]:
+    """The rollout first, so that it has collected before anything looks at an epoch; then what others may monitor."""
     callbacks: list[L.Callback] = []
     if cfg.get("rollout") and method.online:
         callbacks.append(instantiate(cfg.rollout))
+    callbacks += build_benchmarks(cfg, run_dir)
     callbacks += [instantiate(node) for node in (cfg.get("callbacks") or {}).values()]
     progress = next((c for c in callbacks if isinstance(c, Progress)), None)
     for callback in callbacks:
@@ -108,6 +117,8 @@ def build_callbacks(cfg: DictConfig, method: DiffusionPolicyModule) -> list[L.Ca
             callback.progress = progress.rollout_progress("rollout")
         elif isinstance(callback, HeldOutValidation):
             callback.progress = progress.rollout_progress("held-out")
+        elif isinstance(callback, OpenCompassEval):
+            callback.progress = progress.rollout_progress("benchmarks")
     return callbacks
 
 

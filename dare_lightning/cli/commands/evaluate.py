@@ -3,26 +3,70 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 from rich.console import Console
 from rich.table import Table
+from torch.utils.data import DataLoader
 
-from dare_lightning.cli.build import build
+from dare_lightning.callbacks.opencompass import OpenCompassEval
+from dare_lightning.cli.benchmarks import check_same_weights, compared, names_of, show_comparison, show_record
+from dare_lightning.cli.build import Objects, build
+from dare_lightning.cli.inherit import recipe_of
 from dare_lightning.cli.load import fill_from_checkpoint
+from dare_lightning.evaluation.results import find_record
 
 
 def run(cfg: DictConfig, run_dir: Path) -> int:
-    """Score a policy on held-out data and print what was measured; returns the exit status."""
+    """Score a policy on benchmarks or held-out data and print what was measured; returns the exit status.
+
+    It is 1 where a benchmark failed.
+    """
+    asked = names_of(cfg)
+    heldout = not asked if cfg.heldout is None else bool(cfg.heldout)
+    with open_dict(cfg):
+        if asked:
+            cfg.eval.at_start = True
+        if not heldout:
+            cfg.callbacks = {name: node for name, node in (cfg.callbacks or {}).items() if name != "validation"}
     objects = build(cfg, run_dir)
     fill_from_checkpoint(objects.policy, cfg)
-    objects.trainer.validate(objects.method, datamodule=objects.data, verbose=False)
-    if objects.trainer.is_global_zero:
-        metrics = {name: float(value) for name, value in sorted(objects.trainer.callback_metrics.items())}
-        (run_dir / "result.json").write_text(json.dumps(metrics, indent=2), encoding="utf-8")
+    before = None if cfg.rerun_path is None else recipe_of(Path(cfg.rerun_path))[1]
+    if before is not None:
+        check_same_weights(objects.policy, before, Path(cfg.rerun_path))
+    _validate(objects, heldout)
+    if not objects.trainer.is_global_zero:
+        return 0
+    _show_metrics(objects, run_dir, heldout)
+    benchmarks = [c for c in objects.trainer.callbacks if isinstance(c, OpenCompassEval)]  # type: ignore[attr-defined]
+    if not benchmarks or benchmarks[0].record is None or benchmarks[0].file is None:
+        return 0
+    record, file = benchmarks[0].record, benchmarks[0].file
+    show_record(record, file)
+    if before is not None:
+        show_comparison(compared(before, record), [find_record(Path(cfg.rerun_path)), file])
+    return 1 if record.failed else 0
+
+
+def _validate(objects: Objects, heldout: bool) -> None:
+    if heldout or objects.method.online:
+        # The rollout of an online method wants its prompts; without the held-out callback nothing is done with them.
+        objects.trainer.validate(objects.method, datamodule=objects.data, verbose=False)
+    else:
+        nothing: DataLoader[None] = DataLoader([None], batch_size=None)  # type: ignore[arg-type]
+        objects.trainer.validate(objects.method, dataloaders=nothing, verbose=False)
+
+
+def _show_metrics(objects: Objects, run_dir: Path, heldout: bool) -> None:
+    metrics = {name: float(value) for name, value in sorted(objects.trainer.callback_metrics.items())}
+    # JSON has no word for a number that is none.
+    numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    (run_dir / "result.json").write_text(json.dumps(numbers, indent=2), encoding="utf-8")
+    if heldout:
         table = Table("metric", "value")
         for name, value in metrics.items():
-            table.add_row(name, f"{value:.6g}")
+            if not name.startswith("eval/"):
+                table.add_row(name, f"{value:.6g}")
         Console().print(table, f"written to {run_dir / 'result.json'}")
-    return 0

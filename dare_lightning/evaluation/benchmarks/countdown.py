@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from itertools import islice
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from dare_lightning.evaluation.splits import Split, draw_distinct
-from dare_lightning.rewards.base import Example
-
-Form = Literal["paper", "compact"]
+from dare_lightning.evaluation.tasks import TaskBenchmark
+from dare_lightning.rewards.base import Example, Form, Reward, check_form
+from dare_lightning.rewards.countdown import CountdownReward
 
 PAPER_PROMPT = """\
 Respond in the following format:
@@ -76,8 +76,7 @@ class CountdownTask:
         for name, (first, last) in {"number_range": number_range, "target_range": target_range}.items():
             if not 1 <= first <= last:
                 raise ValueError(f"{name}=[{first}, {last}] must be positive integers, lowest first")
-        if form not in get_args(Form):
-            raise ValueError(f"form={form!r} is not known; choose one of {', '.join(get_args(Form))}")
+        check_form(form)
         self.count = (low, high)
         self.number_range = (number_range[0], number_range[1])
         self.target_range = (target_range[0], target_range[1])
@@ -128,6 +127,17 @@ class CountdownTask:
             source="countdown",
             index=index,
         )
+
+
+class CountdownBenchmark(TaskBenchmark):
+    """Held-out tasks of `CountdownTask`, judged by `CountdownReward` in the form of the task."""
+
+    name = "countdown"
+    title = "Countdown"
+
+    def verifier(self) -> Reward:
+        """The reward of Countdown."""
+        return CountdownReward(form=self.task.form if isinstance(self.task, CountdownTask) else "paper")
 
 
 def canonical(problem: Problem) -> str:

@@ -6,12 +6,11 @@ import random
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import islice, permutations
-from typing import Literal, get_args
 
 from dare_lightning.evaluation.splits import Split, draw_distinct
-from dare_lightning.rewards.base import Example
-
-Form = Literal["paper", "compact"]
+from dare_lightning.evaluation.tasks import TaskBenchmark
+from dare_lightning.rewards.base import Example, Form, Reward, check_form
+from dare_lightning.rewards.sudoku import SudokuReward
 
 CELLS = 16
 MAX_EMPTY = 12
@@ -66,8 +65,7 @@ class SudokuTask:
             raise ValueError(
                 f"empty={empty} must lie in 1..{MAX_EMPTY}, lowest first: more empty cells leave no puzzle"
             )
-        if form not in get_args(Form):
-            raise ValueError(f"form={form!r} is not known; choose one of {', '.join(get_args(Form))}")
+        check_form(form)
         if not 0 <= careless < 1:
             raise ValueError(f"careless={careless} is a share of the answers; it must lie in [0, 1)")
         self.careless = careless
@@ -119,6 +117,17 @@ class SudokuTask:
         return "".join(
             clue if clue != "0" or rng.random() < 0.5 else digit for clue, digit in zip(puzzle, solution, strict=True)
         )
+
+
+class SudokuBenchmark(TaskBenchmark):
+    """Held-out tasks of `SudokuTask`, judged by `SudokuReward` in the form of the task."""
+
+    name = "sudoku"
+    title = "Sudoku"
+
+    def verifier(self) -> Reward:
+        """The reward of Sudoku."""
+        return SudokuReward(form=self.task.form if isinstance(self.task, SudokuTask) else "paper")
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,116 @@
+"""Benchmarks on the command line: built from `eval`, shown, run again from a result file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Column, Table
+
+from dare_lightning.callbacks.opencompass import OpenCompassEval
+from dare_lightning.cli.errors import UserError
+from dare_lightning.cli.inherit import COMPOSED_FILE
+from dare_lightning.evaluation.compare import Comparison, compare
+from dare_lightning.evaluation.fingerprint import weights_fingerprint
+from dare_lightning.evaluation.results import Record, find_record
+from dare_lightning.families.base import PolicyModel
+
+SHOWN_FLIPS = 10
+
+
+def names_of(cfg: DictConfig) -> list[str]:
+    """The benchmarks that a configuration names."""
+    return list((cfg.get("eval") or {}).get("benchmarks") or {})
+
+
+def build_benchmarks(cfg: DictConfig, run_dir: Path) -> list[OpenCompassEval]:
+    """The callback that runs the benchmarks; none where none is named."""
+    if not names_of(cfg):
+        return []
+    composed = run_dir / COMPOSED_FILE
+    callback: OpenCompassEval = instantiate(cfg.eval)
+    # Not an argument: whatever it describes would be built.
+    callback.recipe = json.loads(composed.read_text(encoding="utf-8")) if composed.is_file() else None
+    return [callback]
+
+
+def check_same_weights(policy: PolicyModel, record: Record, file: Path) -> None:
+    """Refuse to call it the same evaluation where the weights are others.
+
+    Raises:
+        UserError: they are.
+    """
+    if weights_fingerprint(policy) != record.policy["weights"]:
+        raise UserError(
+            f"{file} was measured on other weights (after {record.step} optimiser steps, from"
+            f" {record.policy['source'] or 'a model built in memory'}): give the checkpoint of that step, ckpt_path=..."
+        )
+
+
+def show_record(record: Record, file: Path) -> None:
+    """A table of scores; what failed says so, and why."""
+    table = Table("benchmark", "score", "items", "unparsed", "seconds")
+    for name, result in record.benchmarks.items():
+        if result.status == "FAILED":
+            table.add_row(name, f"FAILED: {result.reason}", "", "", f"{result.seconds:.1f}")
+        else:
+            unparsed = f"{result.metrics['unparsed']:.1f} %"
+            table.add_row(name, f"{result.score:.2f}", str(len(result.items)), unparsed, f"{result.seconds:.1f}")
+    Console().print(table, f"items and settings are in {file}")
+
+
+def compare_files(first: Path, second: Path) -> int:
+    """Print how two evaluations differ; returns the exit status.
+
+    Raises:
+        UserError: they have no benchmark in common, or a file is none of an evaluation.
+    """
+    try:
+        files = [find_record(first), find_record(second)]
+        records = [Record.load(file) for file in files]
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(str(error)) from error
+    if not set(records[0].benchmarks) & set(records[1].benchmarks):
+        names = " and ".join(", ".join(record.benchmarks) or "nothing" for record in records)
+        raise UserError(f"nothing to compare: {files[0]} and {files[1]} have {names}")
+    show_comparison(compared(*records), files)
+    return 0
+
+
+def compared(first: Record, second: Record) -> dict[str, Comparison | str]:
+    """The benchmarks that both evaluations ran, each compared."""
+    both = [name for name in first.benchmarks if name in second.benchmarks]
+    return {name: compare(first.benchmarks[name], second.benchmarks[name]) for name in both}
+
+
+def show_comparison(comparisons: dict[str, Comparison | str], files: list[Path]) -> None:
+    """A table of differences with their intervals, and the items that flipped."""
+    console = Console(soft_wrap=True)
+    console.print(f"a  {files[0]}\nb  {files[1]}")
+    interval = Column("95 % interval", no_wrap=True)
+    table = Table("benchmark", "items", "a", "b", "b - a", interval, "to right", "to wrong")
+    for name, found in comparisons.items():
+        if isinstance(found, str):
+            table.add_row(name, found)
+            continue
+        low, high = found.interval
+        numbers = [
+            f"{found.first:.2f}",
+            f"{found.second:.2f}",
+            f"{found.difference:+.2f}",
+            f"{low:+.2f} .. {high:+.2f}",
+        ]
+        table.add_row(name, str(found.items), *numbers, str(len(found.to_right)), str(len(found.to_wrong)))
+    console.print(table)
+    for name, found in comparisons.items():
+        if isinstance(found, str):
+            continue
+        for note in found.notes:
+            console.print(f"{name}: {note}")
+        for said, flipped in (("wrong -> right", found.to_right), ("right -> wrong", found.to_wrong)):
+            if flipped:
+                more = f" and {len(flipped) - SHOWN_FLIPS} more" if len(flipped) > SHOWN_FLIPS else ""
+                console.print(f"{name}, {said}: {', '.join(flipped[:SHOWN_FLIPS])}{more}")
