@@ -64,6 +64,14 @@ def run_folder(cfg: DictConfig, command: str) -> Path:
     return folder
 
 
+def write_beside_earlier(file: Path, text: str) -> None:
+    """Write a file; one of this name with another content becomes `<name>.1.<suffix>`, the next `.2`, and so on."""
+    if file.exists() and file.read_text(encoding="utf-8") != text:
+        number = 1 + sum(1 for _ in file.parent.glob(f"{file.stem}.*{file.suffix}"))
+        file.rename(file.with_name(f"{file.stem}.{number}{file.suffix}"))
+    file.write_text(text, encoding="utf-8")
+
+
 def rank() -> int:
     """This process's number among those that train together; 0 where it is alone."""
     return int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
@@ -90,10 +98,10 @@ class Run:
         self._file = logging.FileHandler(folder / name, encoding="utf-8")
 
     def save_config(self, cfg: DictConfig) -> None:
-        """Write `config.yaml`, interpolations resolved, and `overrides.txt`, as typed."""
+        """Write `config.yaml`, interpolations resolved, and `overrides.txt`, as typed; earlier ones stay."""
         if rank() == 0:
-            OmegaConf.save(cfg, self.folder / "config.yaml", resolve=True)
-            (self.folder / "overrides.txt").write_text("".join(f"{word}\n" for word in self.words), encoding="utf-8")
+            write_beside_earlier(self.folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+            write_beside_earlier(self.folder / "overrides.txt", "".join(f"{word}\n" for word in self.words))
 
     def __enter__(self) -> Run:
         self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

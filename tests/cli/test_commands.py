@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -27,9 +28,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which `fit` has run as a process."""
     folder = tmp_path_factory.mktemp("trained")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "dare_lightning", "fit", *FIT, "run_dir=first=run"]
+    command = [sys.executable, "-m", "dare_lightning", "fit", *FIT, "run_dir=first=run 1"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
+    (folder / "output.txt").write_text(done.stdout)
     return folder
 
 
@@ -38,7 +40,7 @@ def checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The newest checkpoint, as a path from the folder the test runs in."""
     monkeypatch.chdir(folder)
     monkeypatch.delenv("DARE_RUN_DIR", raising=False)
-    return str(sorted(Path("first=run/checkpoints").glob("*.ckpt"))[-1])
+    return str(sorted(Path("first=run 1/checkpoints").glob("*.ckpt"))[-1])
 
 
 def test_a_checkpoint_brings_its_runs_configuration(checkpoint: str) -> None:
@@ -52,9 +54,19 @@ def test_a_checkpoint_brings_its_runs_configuration(checkpoint: str) -> None:
 
 def test_eval_scores_the_held_out_prompts(checkpoint: str, folder: Path) -> None:
     assert app.main(["eval", f"ckpt_path={checkpoint}", "trainer=cpu", "run_dir=scores"]) == 0
-    trained = json.loads((folder / "first=run" / "result.json").read_text())
+    trained = json.loads((folder / "first=run 1" / "result.json").read_text())
     scores = json.loads((folder / "scores" / "result.json").read_text())
     assert scores["val/reward"] == pytest.approx(trained["val/reward"])
+
+
+def test_the_commands_that_a_run_ends_with_can_be_pasted(
+    checkpoint: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (folder / "output.txt").read_text().partition("Next:\n")[2].splitlines()
+    commands = [shlex.split(line) for line in lines]
+    assert [words[3] for words in commands] == ["generate", "eval", "export", "fit"]  # no MLflow: logger=csv
+    assert app.main([*commands[0][3:], "count=1"]) == 0
+    assert capsys.readouterr().out.count("forward passes") == 1
 
 
 def test_generate_prints_json(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,15 @@ def test_a_run_saves_its_configuration_and_its_log(tiny: Tiny, tmp_path: Path) -
     assert json.loads((folder / "status.json").read_text())["status"] == "finished"
 
 
+def test_a_second_run_in_a_folder_keeps_the_first_ones_configuration(tiny: Tiny, tmp_path: Path) -> None:
+    for seed in (7, 8, 9):
+        assert tiny(f"seed={seed}", "run_dir=here").returncode == 0
+    seeds = [yaml.safe_load((tmp_path / "here" / f"config{n}.yaml").read_text())["seed"] for n in (".1", ".2", "")]
+    assert seeds == [7, 8, 9]
+    assert "seed=7\n" in (tmp_path / "here" / "overrides.1.txt").read_text()
+    assert json.loads((tmp_path / "here" / "composed.1.json").read_text())["config"]["seed"] == 7
+
+
 def test_a_failed_run_shows_one_line_and_logs_the_traceback(tiny: Tiny, tmp_path: Path) -> None:
     result = tiny("seed=1")
     folder = _run(tmp_path)

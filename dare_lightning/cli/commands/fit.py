@@ -16,9 +16,11 @@ from omegaconf import DictConfig
 
 from dare_lightning.callbacks.rollout_checkpoint import RolloutCheckpoint, newest_checkpoint
 from dare_lightning.callbacks.summary import Summary
+from dare_lightning.callbacks.tracking import MLflowLogger
 from dare_lightning.cli.build import Objects, build
 from dare_lightning.cli.console import say
 from dare_lightning.cli.run_folder import TERMINATED
+from dare_lightning.datamodules.prompts import PromptDataModule
 from dare_lightning.export import export_policy
 from dare_lightning.families.adapters import has_adapter
 
@@ -93,7 +95,7 @@ def _finish(cfg: DictConfig, run_dir: Path, objects: Objects, summary: Summary |
     if summary is not None:
         summary.model_dir = str(model_dir)
         checkpoint = _last_checkpoint(objects.trainer)
-        summary.next_commands = _next_commands(cfg, checkpoint)
+        summary.next_commands = next_commands(objects, checkpoint)
         (run_dir / "history.json").write_text(json.dumps(summary.history, indent=2), encoding="utf-8")
         print(summary.text(objects.trainer), flush=True)
 
@@ -108,17 +110,22 @@ def _last_checkpoint(trainer: L.Trainer) -> Path | None:
     return saved[0] if saved else None
 
 
-def _next_commands(cfg: DictConfig, checkpoint: Path | None) -> list[str]:
+def next_commands(objects: Objects, checkpoint: Path | None) -> list[str]:
+    """What to try after a run that left this checkpoint, for pasting into a shell."""
     program = "python -m dare_lightning"
     if checkpoint is None:
-        return [f"{program} fit --help"]
-    return [
-        f"{program} generate ckpt_path={checkpoint}",
-        f"{program} eval ckpt_path={checkpoint}",
-        f"{program} export ckpt_path={checkpoint}",
-        f"{program} fit -m method=d1,coupled_grpo",
-        f"mlflow ui --backend-store-uri sqlite:///{cfg.run_root}/mlflow.db",
-    ]
+        commands = [f"{program} fit --help"]
+    else:
+        word = shlex.quote(f"ckpt_path={checkpoint}")
+        # Data with answers have no prompts to take.
+        asked = "" if isinstance(objects.data, PromptDataModule) else " 'prompt=What is 6 times 7?'"
+        commands = [f"{program} generate {word}{asked}", f"{program} eval {word}", f"{program} export {word}"]
+    if objects.method.online:
+        commands.append(f"{program} fit -m method=d1,coupled_grpo")
+    stores = [logger.tracking_uri for logger in objects.trainer.loggers if isinstance(logger, MLflowLogger)]
+    # A server shows its own pages.
+    local = [uri for uri in stores if not uri.startswith(("http:", "https:"))]
+    return [*commands, *(f"mlflow ui --backend-store-uri {shlex.quote(uri)}" for uri in local)]
 
 
 def _typed(run_dir: Path) -> list[str]:
