@@ -72,3 +72,18 @@ def test_no_mask_is_needed_where_every_token_exists():
     assert attention.needed_key_mask(torch.ones(2, 3, dtype=torch.bool)) is None
     partial = torch.tensor([[True, False]])
     assert attention.needed_key_mask(partial) is not None
+
+
+def test_narrow_tables_turn_the_first_dimensions_alone():
+    tables = layers.rotary_tables(torch.tensor([1]), 2, 10000.0, torch.float64)
+    turned = layers.rotate(torch.tensor([[[[1.0, 0.0, 5.0, 6.0]]]], dtype=torch.float64), *tables)
+    torch.testing.assert_close(
+        turned.flatten(), torch.tensor([math.cos(1), math.sin(1), 5.0, 6.0], dtype=torch.float64)
+    )
+
+
+def test_positions_count_the_tokens_that_exist():
+    ids = torch.zeros(2, 5, dtype=torch.int64)
+    assert attention.token_positions(ids, None).tolist() == [0, 1, 2, 3, 4]
+    mask = torch.tensor([[False, False, True, True, True], [True, False, True, True, False]])
+    assert attention.token_positions(ids, mask)[:, 0].tolist() == [[0, 0, 0, 1, 2], [0, 0, 1, 2, 2]]
