@@ -18,13 +18,17 @@ from dare_lightning.generation.completion import EOS_POLICIES, EosPolicy, Respon
 from dare_lightning.generation.engine import Denoiser, FullForward, Run, Stats
 from dare_lightning.generation.history import History
 from dare_lightning.generation.layout import Layout
-from dare_lightning.generation.sampling import Confidence, DeferredEnds, RandomOrder, Score, Streams
-from dare_lightning.generation.schedule import EvenSchedule, StepPolicy
+from dare_lightning.generation.sampling import Streams, TokenSampler
+from dare_lightning.generation.schedule import EvenSchedule, Plan, StepPolicy
+from dare_lightning.generation.scores import ORDERS, DeferredEnds, EndScore, Order, score_of
 from dare_lightning.generation.tree import Growth, Tree, check_groups, check_tree
 from dare_lightning.replay.batch import SequenceBatch
 
-Remasking = Literal["low_confidence", "random"]
-REMASKING: tuple[str, ...] = get_args(Remasking)
+ScoreFrom = Literal["clean", "sampled"]
+SCORE_FROM: tuple[str, ...] = get_args(ScoreFrom)
+
+# Orders whose scores lie in [0, 1].
+PROBABILITIES = ("low_confidence", "topk_margin")
 
 # Settings that change the cost of a completion, not the completion.
 _COST = ("max_batch_tokens",)
@@ -45,10 +49,17 @@ class BuiltinBackend:
         block_length: tokens of a block, a divisor of max_new_tokens; None for one block of the whole response.
         schedule: which positions a pass commits; None for the even schedule.
         temperature: 0 takes the most likely token, otherwise tokens are drawn from softmax(logits / temperature).
-        remasking: which proposals are kept: the most probable ones, or a random choice.
+        top_p, top_k: draw from the nucleus, and then from the most likely tokens only; None keeps all.
+        remasking: which proposals are kept: the most probable (low_confidence), those with the largest margin
+            (topk_margin) or the least entropy (entropy), or any (random).
+        score_from: what those are computed from: the clean logits, or what tokens are sampled from.
+        order_temperature: above 0, what is kept is drawn from softmax(score / order_temperature).
+        running_confidence: every pass writes the whole block, then the least confident tokens written so far are
+            hidden again, as many as the schedule leaves; the last pass hides none.
         cfg_scale: w of classifier-free guidance; 0 is off. Doubles the work.
         suppress_eos: the end-of-text token is never written (`logits_eos_inf` of LLaDA's appendix).
         defer_eos: end tokens are committed after every other proposal (`confidence_eos_eot_inf`).
+        ends: another score for end-of-text proposals, such as EndRejection; None for none.
         early_stop: a row is finished when an end token is written and so is everything before it; the masks left
             become end-of-text tokens without further passes. The answer is the same; LLaDA's own code goes on.
         tree: children at each level where the completions of a prompt grow as a tree, such as [4, 4]; the group size
@@ -61,7 +72,8 @@ class BuiltinBackend:
     Raises:
         ValueError: a setting out of range, or numbers that do not divide.
 
-    Source: LLaDA, arXiv:2502.09992, section 2.4 and its appendix on sampling.
+    Source: LLaDA, arXiv:2502.09992, section 2.4 and its appendix on sampling; the running confidence is MDPO's,
+    arXiv:2508.13148. Sources of the parts are named there.
     """
 
     steps: int | None = None
@@ -69,10 +81,16 @@ class BuiltinBackend:
     block_length: int | None = None
     schedule: StepPolicy | None = None
     temperature: float = 0.0
-    remasking: Remasking = "low_confidence"
+    top_p: float | None = None
+    top_k: int | None = None
+    remasking: Order = "low_confidence"
+    score_from: ScoreFrom = "clean"
+    order_temperature: float = 0.0
+    running_confidence: bool = False
     cfg_scale: float = 0.0
     suppress_eos: bool = False
     defer_eos: bool = False
+    ends: EndScore | None = None
     early_stop: bool = True
     tree: Sequence[int] | None = None
     eos_policy: EosPolicy = "mask_loss"
@@ -80,23 +98,10 @@ class BuiltinBackend:
     attention: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "max_new_tokens", "max_batch_tokens"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise ValueError(f"{name}={number} must be at least 1")
-        for name in ("temperature", "cfg_scale"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}={value} must be a finite number, 0 or above")
-        _check_choice("remasking", self.remasking, REMASKING)
-        _check_choice("eos_policy", self.eos_policy, EOS_POLICIES)
+        self._check_values()
         self._steps: StepPolicy = EvenSchedule() if self.schedule is None else self.schedule
         self.layout: Layout = self._steps.layout(self.max_new_tokens, self.block_length, self.steps)
-        if self._steps.compares_probabilities and self.remasking == "random":
-            raise ValueError(
-                f"remasking=random has no probabilities that {type(self._steps).__name__} could compare; use "
-                "low_confidence"
-            )
+        self._check_parts()
         self._tree: Tree | None = None
         if self.tree is not None:
             self._tree = check_tree(self.tree, self.layout.steps, self._steps.planned)
@@ -104,15 +109,70 @@ class BuiltinBackend:
         self.version: int | None = None
         self._policy: PolicyModel | None = None
 
+    def _check_values(self) -> None:
+        for name in ("steps", "max_new_tokens", "max_batch_tokens", "top_k"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ValueError(f"{name}={number} must be at least 1")
+        for name in ("temperature", "cfg_scale", "order_temperature"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}={value} must be a finite number, 0 or above")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must lie above 0 and not above 1; null keeps all tokens")
+        _check_choice("remasking", self.remasking, ORDERS)
+        _check_choice("score_from", self.score_from, SCORE_FROM)
+        _check_choice("eos_policy", self.eos_policy, EOS_POLICIES)
+
+    def _check_parts(self) -> None:
+        """Refuse parts that do not fit each other."""
+        name, random = type(self._steps).__name__, self.remasking == "random"
+        probabilities = "use low_confidence or topk_margin"
+        if self._steps.compares_probabilities and self.remasking not in PROBABILITIES:
+            raise ValueError(f"remasking={self.remasking} gives {name} no probabilities to compare; {probabilities}")
+        if self._steps.compares_probabilities and self.order_temperature > 0:
+            raise ValueError(f"order_temperature={self.order_temperature} leaves {name} no probabilities to compare")
+        if self._steps.needs_random_order and not random:
+            raise ValueError(f"{name} commits at random, remasking={self.remasking} has no say; use remasking=random")
+        if random and (self.order_temperature > 0 or self.score_from == "sampled"):
+            raise ValueError("a random order has no scores: set order_temperature to 0 and score_from to clean")
+        if random and self._steps.needs_random_order and self.defer_eos:
+            raise ValueError(f"{name} commits whatever it draws; defer_eos has no say: set it to false")
+        if self.ends is not None:
+            if self.remasking not in PROBABILITIES:
+                raise ValueError(f"ends scales probabilities, remasking={self.remasking} has none; {probabilities}")
+            if self.ends.contested and not (isinstance(self._steps, EvenSchedule) and not self.running_confidence):
+                raise ValueError("EndsLast(contested=true) is defined for the even schedule without running_confidence")
+            self.ends.check(self.layout.steps)
+        if self.running_confidence:
+            self._check_running(name)
+
+    def _check_running(self, name: str) -> None:
+        if not isinstance(self._steps, Plan):
+            raise ValueError(
+                f"running_confidence needs a schedule that says how many masks each step leaves, {name} does not; use "
+                "EvenSchedule or MaskRatioSchedule"
+            )
+        if self.early_stop:
+            raise ValueError(
+                "early_stop=true: with running_confidence a written end token may be hidden again, so no answer is "
+                "finished early; set early_stop to false"
+            )
+        if self.tree is not None:
+            raise ValueError(
+                "running_confidence hides tokens again, so the states of a tree's nodes do not follow from its leaves; "
+                "set tree to null or running_confidence to false"
+            )
+
     @property
     def capabilities(self) -> Capabilities:
         """What these settings give."""
         return Capabilities(
             stochastic=True,
-            commit_steps=True,
+            commit_steps=not self.running_confidence,
             log_probs=True,
             states=True,
-            left_to_right=self.layout.widest == 1,
+            left_to_right=self.layout.widest == 1 and not self.running_confidence,
             tree=self._tree is not None,
             group_size=None if self._tree is None else self._tree.leaves,
         )
@@ -214,19 +274,29 @@ class BuiltinBackend:
         record_states: bool,
     ) -> Run:
         canvas = masked_canvas(prompts, self.layout, policy.mask_token_id, policy.pad_token_id, device)
+        canvas.leaves_masks = self.ends is not None and self.ends.contested
+        if self.running_confidence:
+            canvas.remember_scores()
         streams, history = Streams(seeds), History() if record_states else None
         growth = None if self._tree is None else Growth(self._tree, canvas, streams, history)
         return Run(policy, canvas, streams, self.stats, history, growth)
 
     def _denoiser(self, policy: PolicyModel) -> Denoiser:
-        score: Score = Confidence() if self.remasking == "low_confidence" else RandomOrder()
+        score = score_of(self.remasking)
+        plan = self._steps if isinstance(self._steps, Plan) else None
         return Denoiser(
             forward=FullForward(self.cfg_scale),
+            sampler=TokenSampler(self.temperature, self.top_p, self.top_k),
             score=DeferredEnds(score, policy.stop_token_ids) if self.defer_eos else score,
             steps=self._steps,
-            temperature=self.temperature,
+            sampled_score=self.score_from == "sampled",
+            order_temperature=self.order_temperature,
+            ends=self.ends,
+            contested=plan if self.ends is not None and self.ends.contested else None,
+            remask=plan if self.running_confidence else None,
             suppressed_ids=(policy.eos_token_id,) if self.suppress_eos else (),
             stop_token_ids=policy.stop_token_ids if self.early_stop else (),
+            planned_steps=self.layout.steps,
         )
 
 

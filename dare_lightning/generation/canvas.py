@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dare_lightning.generation.layout import Layout
-from dare_lightning.generation.schedule import Place
+from dare_lightning.generation.schedule import Place, best_positions
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
@@ -35,6 +35,14 @@ class Window:
     end: Tensor
     fresh: Tensor
 
+    def columns(self) -> list[range]:
+        """The columns of each row's block."""
+        return [range(start, end) for start, end in zip(self.start.tolist(), self.end.tolist(), strict=True)]
+
+    def of(self, some: Tensor) -> Window:
+        """The same of some of the rows, bool [n]."""
+        return Window(self.rows[some], self.start[some], self.end[some], self.fresh[some])
+
 
 @dataclass
 class Canvas:
@@ -55,7 +63,8 @@ class Canvas:
         alike, alike_at: int64 [B], a row that holds the same canvas after the same number of passes, and that number.
         bounds, first_steps: int64 [K + 1], see `Layout`.
         widest: columns of the longest block a row works on.
-        whole_window: a row works on everything up to the end of its block, not on its block alone.
+        running: float64 [B, G], the score of each token when it was written; None where no token is hidden again.
+        leaves_masks: a row leaves its block after the planned steps even if masks are left.
     """
 
     ids: Tensor
@@ -74,7 +83,8 @@ class Canvas:
     bounds: Tensor
     first_steps: Tensor
     widest: int
-    whole_window: bool = False
+    running: Tensor | None = None
+    leaves_masks: bool = False
 
     @property
     def prompt_width(self) -> int:
@@ -87,9 +97,9 @@ class Canvas:
         return self.ids[:, self.prompt_width :]
 
     def window(self, rows: Tensor) -> Window:
-        """The blocks these rows work on."""
+        """The blocks these rows work on; where tokens are hidden again, everything up to the end of the block."""
         block = self.block[rows]
-        start = torch.zeros_like(block) if self.whole_window else self.bounds[block]
+        start = self.bounds[block] if self.running is None else torch.zeros_like(block)
         end = torch.minimum(self.bounds[block + 1], self.length[rows])
         return Window(rows, start, end, self.forward_passes[rows] == self.entered[rows])
 
@@ -121,10 +131,38 @@ class Canvas:
         self.commit_log_probs[row, column] = log_probs[picked, column].float()
         self.forward_passes[rows] += 1
 
+    def remember_scores(self) -> None:
+        """Let tokens be hidden again by the scores they had."""
+        self.running = torch.zeros(self.masked.shape, dtype=torch.float64, device=self.ids.device)
+        self.widest = self.masked.shape[1]
+
+    def hide(self, rows: Tensor, scores: Tensor, chosen: Tensor, left: Tensor, mask_token_id: int) -> None:
+        """Remember the scores of what was just written, then mask again the `left` tokens with the lowest of all.
+
+        Args:
+            rows: int64 [n].
+            scores: float [n, G].
+            chosen: bool [n, G], what was just written.
+            left: int64 [n].
+        """
+        assert self.running is not None  # made with the canvas
+        self.running[rows] = torch.where(chosen, scores.double(), self.running[rows])
+        again = best_positions(-self.running[rows], ~self.masked[rows], left)
+        picked, column = again.nonzero(as_tuple=True)
+        row = rows[picked]
+        self.response[row, column] = mask_token_id
+        self.masked[row, column] = True
+        self.commit_step[row, column] = -1
+        self.commit_log_probs[row, column] = 0.0
+
     def advance(self, rows: Tensor) -> Tensor:
         """Move rows whose block is complete to their next block; returns the rows that have one left."""
         self.step[rows] += 1
-        complete = rows[~self.open(self.window(rows)).any(1)]
+        done = ~self.open(self.window(rows)).any(1)
+        if self.leaves_masks:
+            place = self.place(rows)
+            done |= place.step >= place.steps
+        complete = rows[done]
         while len(complete) > 0:
             self.block[complete] += 1
             self.step[complete] = 0
@@ -143,8 +181,7 @@ class Canvas:
         """Make rows `target` int64 [n] hold what rows `source` int64 [n] hold, and remember that they are alike."""
         columns = [self.ids, self.masked, self.length, self.commit_step, self.commit_log_probs, self.forward_passes]
         columns += [self.block, self.step, self.entered, self.block_masks]
-        if self.attention_mask is not None:
-            columns.append(self.attention_mask)
+        columns += [column for column in (self.attention_mask, self.running) if column is not None]
         for column in columns:
             column[target] = column[source]
         self.alike[target] = source

@@ -12,15 +12,9 @@ from torch import Tensor
 from dare_lightning.families.base import PolicyModel
 from dare_lightning.generation.canvas import Canvas, Window
 from dare_lightning.generation.history import History
-from dare_lightning.generation.sampling import (
-    RowStreams,
-    Score,
-    Streams,
-    chosen_log_probs,
-    sample_tokens,
-    without_tokens,
-)
-from dare_lightning.generation.schedule import StepPolicy
+from dare_lightning.generation.sampling import RowStreams, Streams, TokenSampler, chosen_log_probs, without_tokens
+from dare_lightning.generation.schedule import Plan, StepPolicy
+from dare_lightning.generation.scores import EndScore, Score, contested, perturbed
 from dare_lightning.generation.tree import Growth
 
 # Positions go through the output head in pieces of at most this many logits: 128 MB in float64.
@@ -140,19 +134,30 @@ class Denoiser:
     """Fills a canvas, block after block. Every row goes its own way and leaves when it is finished.
 
     Attributes:
-        forward, score, steps: the parts.
-        temperature: of the token draws; 0 takes the most likely token.
+        forward, sampler, score, steps: the parts.
+        sampled_score: scores look at what tokens are drawn from, not at the clean logits.
+        order_temperature: above 0, positions are drawn from softmax(score / order_temperature), not taken in order.
+        ends: another score for end-of-text proposals; None for none.
+        contested: the plan by which written end-of-text tokens compete with those; None where they do not.
+        remask: the plan by which tokens are hidden again; None where what is written stays.
         suppressed_ids: tokens that are never written besides the mask token, and that confidence does not know.
         stop_token_ids: a row also leaves when one of these is written and so is everything before it; empty for
             rows that run to their last block.
+        planned_steps: steps of a whole response; 0 where none are planned.
     """
 
     forward: Forward
+    sampler: TokenSampler
     score: Score
     steps: StepPolicy
-    temperature: float
+    sampled_score: bool = False
+    order_temperature: float = 0.0
+    ends: EndScore | None = None
+    contested: Plan | None = None
+    remask: Plan | None = None
     suppressed_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    planned_steps: int = 0
 
     def run(self, run: Run) -> None:
         """Denoise in place; masks are left only where every row's blocks ended with some."""
@@ -173,6 +178,9 @@ class Denoiser:
             run.growth.finish()
 
     def _skip_idle(self, canvas: Canvas, rows: Tensor) -> None:
+        """Pass over steps that would change nothing. Where tokens are hidden again, every step may change some."""
+        if self.remask is not None:
+            return
         masks = canvas.open(canvas.window(rows)).sum(1)
         idle = self.steps.idle(masks, canvas.place(rows))
         if idle is not None:
@@ -180,19 +188,45 @@ class Denoiser:
 
     def _pass(self, run: Run, window: Window) -> None:
         """One forward pass of these rows, and what it commits."""
-        canvas, rows = run.canvas, window.rows
-        open_ = canvas.open(window)
-        token_draws = self._token_draws(run, window, open_) if self.temperature > 0 else None
-        order_draws = _spread(run.streams.order, canvas, window) if self.score.random else None
+        canvas = run.canvas
+        needs_order = self.score.random or self.order_temperature > 0
+        order_draws = _spread(run.streams.order, canvas, window) if needs_order else None
+        if self.steps.needs_random_order and order_draws is not None:
+            # The draw alone decides: who commits nothing makes the step without a pass.
+            busy = self.steps.select(order_draws, canvas.open(window), canvas.place(window.rows)).any(1)
+            window, order_draws = window.of(busy), order_draws[busy]
+            if len(window.rows) == 0:
+                return
+        rows, open_ = window.rows, canvas.open(window)
+        token_draws = self._token_draws(run, window, open_) if self.sampler.temperature > 0 else None
         wanted = open_ if run.history is None else canvas.masked[rows]
         hidden = self.forward.hidden(run.policy, canvas, window, run.stats)
-        proposal = self._propose(run, hidden, wanted, token_draws, order_draws)
+        proposal = self._propose(run, hidden, wanted, token_draws, order_draws if self.score.random else None)
         if run.history is not None:
             states = canvas.response[rows]
-            tokens = torch.where(wanted, proposal.tokens, states)
-            assert proposal.probability is not None
-            run.history.record(rows, states, tokens, proposal.probability)
-        chosen = self.steps.select(proposal.score, open_, canvas.place(rows))
+            assert proposal.probability is not None  # asked for by the history
+            run.history.record(rows, states, torch.where(wanted, proposal.tokens, states), proposal.probability)
+        self._commit(run, window, proposal, order_draws)
+
+    def _commit(self, run: Run, window: Window, proposal: Proposal, order_draws: Tensor | None) -> None:
+        """Choose among the proposals of the block, write, and hide again where that is the rule."""
+        canvas, rows = run.canvas, window.rows
+        open_, place, score = canvas.open(window), canvas.place(window.rows), proposal.score
+        if self.ends is not None:
+            score = self.ends.adjust(score, proposal.tokens == run.policy.eos_token_id, place, self.planned_steps)
+        if self.order_temperature > 0:
+            assert order_draws is not None  # drawn above
+            score = perturbed(score, self.order_temperature, order_draws)
+        if self.remask is not None:
+            left = self.remask.masks_left(place)
+            canvas.commit(rows, open_, proposal.tokens, proposal.log_probs)
+            canvas.hide(rows, score, open_, left, run.policy.mask_token_id)
+            return
+        if self.contested is not None:
+            written = (canvas.response[rows] == run.policy.eos_token_id) & ~canvas.masked[rows]
+            chosen = contested(self.contested, score, open_, written, place, window.columns())
+        else:
+            chosen = self.steps.select(score, open_, place)
         canvas.commit(rows, chosen, proposal.tokens, proposal.log_probs)
 
     def _token_draws(self, run: Run, window: Window, open_: Tensor) -> Tensor:
@@ -229,14 +263,12 @@ class Denoiser:
     ) -> tuple[Tensor, ...]:
         logits = [piece.to(torch.promote_types(piece.dtype, torch.float32)) for piece in logits]
         clean = without_tokens(self.forward.mix(logits), self.suppressed_ids)
-        tokens = sample_tokens(without_tokens(clean, (run.policy.mask_token_id,)), self.temperature, token_draws)
+        drawn_from = self.sampler.distribution(clean, run.policy.mask_token_id)
+        tokens = self.sampler.draw(drawn_from, run.policy.mask_token_id, token_draws)
         # The mask token is never written, yet keeps its share of the probability, as in the published confidence.
-        score = self.score.score(clean, tokens, order_draws)
+        score = self.score.score(drawn_from if self.sampled_score else clean, tokens, order_draws)
         found = tokens, score, chosen_log_probs(logits[0], tokens)
-        if run.history is None:
-            return found
-        drawn_from = clean / self.temperature if self.temperature > 0 else clean
-        return *found, chosen_log_probs(drawn_from, tokens).exp()
+        return found if run.history is None else (*found, chosen_log_probs(drawn_from, tokens).exp())
 
 
 def _spread(streams: RowStreams, canvas: Canvas, window: Window) -> Tensor:

@@ -1,10 +1,9 @@
-"""From the logits of one position to a token and to how early that token should be committed."""
+"""From the logits of one position to a token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -85,6 +84,57 @@ def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor | None) ->
     return torch.searchsorted(cumulative, target[:, None], right=True).squeeze(-1)
 
 
+@dataclass(frozen=True)
+class TokenSampler:
+    """How tokens are drawn: divide by the temperature, keep the nucleus, keep the most likely.
+
+    Args:
+        temperature: 0 takes the most likely token.
+        top_p: keep the most likely tokens that together reach this probability, in (0, 1]; None keeps all.
+        top_k: keep this many of the most likely tokens; None keeps all.
+
+    Source: Dream's `sample_tokens`; the order of the three is its.
+    """
+
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether tokens are drawn from anything else than softmax(logits)."""
+        return self.temperature not in (0.0, 1.0) or self.top_p is not None or self.top_k is not None
+
+    def distribution(self, logits: Tensor, mask_token_id: int) -> Tensor:
+        """Logits of what tokens are drawn from, float [N, V].
+
+        The mask token keeps its place, as published; the best other token is always kept, so that one can be drawn.
+        """
+        if not self.changes_logits:
+            return logits
+        scaled = logits / self.temperature if self.temperature > 0 else logits
+        kept = scaled
+        if self.top_p is not None:
+            kept = _nucleus(kept, self.top_p)
+        if self.top_k is not None and self.top_k < kept.shape[-1]:
+            kept = kept.masked_fill(kept < kept.topk(self.top_k, dim=-1).values[:, -1:], -torch.inf)
+        best = without_tokens(scaled, (mask_token_id,)).argmax(-1, keepdim=True)
+        return kept.scatter(-1, best, scaled.gather(-1, best))
+
+    def draw(self, distribution: Tensor, mask_token_id: int, uniform: Tensor | None) -> Tensor:
+        """A token for each position, never the mask token: int64 [N]; see `sample_tokens` for `uniform`."""
+        possible = without_tokens(distribution, (mask_token_id,))
+        return sample_tokens(possible, 1.0 if self.temperature > 0 else 0.0, uniform)
+
+
+def _nucleus(logits: Tensor, share: float) -> Tensor:
+    """The logits without the tokens after the one with which the most likely ones reach this share."""
+    ordered, order = logits.sort(dim=-1, descending=True)
+    before = ordered.softmax(-1).cumsum(-1).roll(1, -1)
+    before[:, 0] = 0.0
+    return logits.masked_fill(torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before > share), -torch.inf)
+
+
 def without_tokens(logits: Tensor, token_ids: tuple[int, ...]) -> Tensor:
     """A copy of the logits [N, V] in which these tokens are impossible; the logits themselves where there are none."""
     if not token_ids:
@@ -95,69 +145,3 @@ def without_tokens(logits: Tensor, token_ids: tuple[int, ...]) -> Tensor:
 def chosen_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
     """log softmax(logits) at the tokens: float [N, V], int64 [N] -> float [N], in the dtype of the logits."""
     return logits.gather(-1, tokens[:, None]).squeeze(-1) - logits.logsumexp(-1)
-
-
-class Score(Protocol):
-    """How early a proposed token should be committed."""
-
-    @property
-    def random(self) -> bool:
-        """Whether `uniform` is needed."""
-        ...
-
-    def score(self, logits: Tensor, tokens: Tensor, uniform: Tensor | None) -> Tensor:
-        """float [N], higher is earlier.
-
-        Args:
-            logits: float [N, V], clean: no noise, no temperature; at least float32.
-            tokens: int64 [N], the proposals.
-            uniform: float64 [N] in [0, 1), where the score is random.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Confidence:
-    """The probability of the proposed token (`low_confidence` remasking)."""
-
-    random: bool = False
-
-    def score(self, logits: Tensor, tokens: Tensor, uniform: Tensor | None) -> Tensor:
-        """See `Score.score`; in [0, 1]."""
-        return chosen_log_probs(logits, tokens).exp()
-
-
-@dataclass(frozen=True)
-class RandomOrder:
-    """A uniform draw (`random` remasking)."""
-
-    random: bool = True
-
-    def score(self, logits: Tensor, tokens: Tensor, uniform: Tensor | None) -> Tensor:
-        """See `Score.score`; in [0, 1)."""
-        if uniform is None:
-            raise ValueError("a random order needs one uniform number for each position, got none")
-        return uniform
-
-
-@dataclass(frozen=True)
-class DeferredEnds:
-    """Another score, with every end token after every other token.
-
-    The other tokens are compared as if end tokens had no probability. LLaDA's appendix means this; its code looks at
-    the noisy logits for one of the two end tokens and misses it at a temperature above 0. At 0 the two agree.
-    """
-
-    inner: Score
-    stop_token_ids: tuple[int, ...]
-
-    @property
-    def random(self) -> bool:
-        """Whether `uniform` is needed."""
-        return self.inner.random
-
-    def score(self, logits: Tensor, tokens: Tensor, uniform: Tensor | None) -> Tensor:
-        """See `Score.score`; -1 for end tokens, below every probability, also one that underflows to 0."""
-        ends = torch.isin(tokens, tokens.new_tensor(self.stop_token_ids))
-        score = self.inner.score(without_tokens(logits, self.stop_token_ids), tokens, uniform)
-        return score.masked_fill(ends, -1.0)

@@ -18,6 +18,7 @@ class Unplanned:
 
     planned: ClassVar[bool] = False
     compares_probabilities: ClassVar[bool] = True
+    needs_random_order: ClassVar[bool] = False
 
     def layout(self, new_tokens: int, block_length: int | None, steps: int | None) -> Layout:
         """See `StepPolicy.layout`.
@@ -103,6 +104,7 @@ class QuotaThreshold:
     threshold: float = 0.9
     planned: ClassVar[bool] = True
     compares_probabilities: ClassVar[bool] = True
+    needs_random_order: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_share("threshold", self.threshold)

@@ -19,7 +19,7 @@ from tests.tiny import tiny_llada
         ({"temperature": -0.1}, "temperature=-0.1 must be a finite number, 0 or above"),
         ({"temperature": float("nan")}, "temperature=nan must be a finite number"),
         ({"cfg_scale": -1.0}, "cfg_scale=-1.0 must be a finite number"),
-        ({"remasking": "purity"}, "remasking='purity' is not one of low_confidence, random"),
+        ({"remasking": "purity"}, "remasking='purity' is not one of low_confidence, topk_margin, entropy, random"),
         ({"eos_policy": "drop"}, "eos_policy='drop' is not one of mask_loss, truncate, keep"),
     ],
 )

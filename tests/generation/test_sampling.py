@@ -3,14 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dare_lightning.generation.sampling import (
-    Confidence,
-    DeferredEnds,
-    RandomOrder,
-    RowStreams,
-    chosen_log_probs,
-    sample_tokens,
-)
+from dare_lightning.generation.sampling import RowStreams, TokenSampler, sample_tokens
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
@@ -65,16 +58,38 @@ def test_streams_for_different_purposes_differ():
     assert not torch.equal(RowStreams([5], 1).uniform(row, 4), RowStreams([5], 2).uniform(row, 4))
 
 
-def test_confidence_is_the_probability_of_the_proposal():
-    logits, tokens = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([1])
-    expected = logits.softmax(-1)[:, 1]
-    torch.testing.assert_close(Confidence().score(logits, tokens, None), expected)
-    torch.testing.assert_close(chosen_log_probs(logits, tokens).exp(), expected)
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 2.0])
+def test_filters_keep_the_nucleus_of_the_tempered_distribution_and_then_the_most_likely(temperature):
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.5, -4.0]])
+    tempered = logits / (temperature or 1.0)
+    ordered = tempered.softmax(-1)[0].tolist()
+    nucleus = next(size for size in range(1, 6) if sum(ordered[:size]) > 0.8)
+    kept = TokenSampler(temperature, top_p=0.8).distribution(logits, 4).isfinite()[0]
+    assert kept.tolist() == [place < nucleus for place in range(5)]
+    both = TokenSampler(temperature, top_p=0.8, top_k=1).distribution(logits, 4)
+    assert both[0].tolist() == [tempered[0, 0].item()] + [float("-inf")] * 4
 
 
-@pytest.mark.parametrize("inner", [Confidence(), RandomOrder()], ids=["confidence", "random"])
-def test_deferred_end_tokens_come_after_everything_else(inner):
-    logits = torch.tensor([[0.0, 200.0, 0.0], [0.0, 0.0, 200.0]])
-    tokens = torch.tensor([1, 0])  # a sure end token, and a token whose probability underflows to 0
-    score = DeferredEnds(inner, (1, 2)).score(logits, tokens, torch.tensor([0.9, 0.0], dtype=torch.float64))
-    assert score[0] < score[1]
+def test_filters_that_would_leave_the_mask_token_alone_leave_the_best_other_too():
+    logits = torch.tensor([[0.0, 1.0, 9.0]])
+    sampler = TokenSampler(1.0, top_p=0.5, top_k=1)
+    distribution = sampler.distribution(logits, 2)
+    assert distribution.isfinite().tolist() == [[False, True, True]]
+    assert sampler.draw(distribution, 2, torch.tensor([0.99], dtype=torch.float64)).tolist() == [1]
+
+
+def test_without_settings_tokens_are_drawn_from_the_logits_themselves():
+    logits = torch.randn(3, 5)
+    for sampler in (TokenSampler(0.0), TokenSampler(1.0), TokenSampler(1.0, top_k=7)):
+        assert torch.equal(sampler.distribution(logits, 4), logits)
+
+
+def test_draws_follow_the_filtered_distribution():
+    count = 20_000
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).expand(count, -1)
+    sampler = TokenSampler(0.7, top_k=2)
+    uniform = RowStreams([3], 1).uniform(torch.tensor([0]), count)[0]
+    drawn = sampler.draw(sampler.distribution(logits, 3), 3, uniform).bincount(minlength=4)
+    expected = (torch.tensor([2.0, 1.0]) / 0.7).softmax(-1) * count
+    assert drawn[2:].sum() == 0
+    assert ((drawn[:2] - expected) ** 2 / expected).sum() < 10.8  # 99.9 % quantile at 1 degree of freedom

@@ -61,7 +61,10 @@ def test_a_policy_that_is_never_sure_enough_goes_on_one_token_a_pass(backend, sc
     ("settings", "message"),
     [
         ({"schedule": ConfidenceThreshold(), "steps": 8}, "steps=8 means nothing to ConfidenceThreshold.*to null"),
-        ({"schedule": ConfidenceFactor(), "remasking": "random"}, "remasking=random has no probabilities"),
+        (
+            {"schedule": ConfidenceFactor(), "remasking": "random"},
+            "random gives ConfidenceFactor no probabilities",
+        ),
         ({"schedule": QuotaThreshold(), "steps": 5}, "steps=5 does not divide max_new_tokens=16"),
     ],
 )
