@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dare_lightning.families.layers import rotary_tables, rotate
 from dare_lightning.families.varlen import attend_segments
+from dare_lightning.families.visibility import BlockVisibility, Trimmed
 
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q [B, H, L, D], k [B, G, S, D], v [B, G, S, D]) -> float [B, H, L, D]; what is visible is bound to it."""
@@ -44,6 +45,11 @@ class KeyValueCache:
         self._keys[layer][rows[:, None], columns] = keys.transpose(1, 2)
         self._values[layer][rows[:, None], columns] = values.transpose(1, 2)
 
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Rows `target` int64 [n] hold what rows `source` int64 [n] hold, in every layer."""
+        for store in (*self._keys, *self._values):
+            store[target] = store[source]
+
     def read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, S, D] of these rows; 0 where nothing was written."""
         every = len(rows) == self.rows and bool((rows == torch.arange(self.rows, device=rows.device)).all())
@@ -57,7 +63,7 @@ class View:
 
     Attributes:
         positions: int64 [B, L], the place of each token in its sequence, for the rotary angles.
-        visible: bool [B, L, S] or [B, 1, S], the keys each token sees; None for all.
+        visible: bool [B, L, S] or [B, 1, S], the keys each token sees, or a rule over blocks; None for all.
         cache: keys and values of the S columns; this pass writes its own into it and then reads all. None where the
             keys are those of the tokens read.
         rows: int64 [B], the cache's row of each; needed with a cache.
@@ -65,7 +71,7 @@ class View:
     """
 
     positions: Tensor
-    visible: Tensor | None = None
+    visible: Tensor | BlockVisibility | None = None
     cache: KeyValueCache | None = None
     rows: Tensor | None = None
     columns: Tensor | None = None
@@ -258,7 +264,7 @@ class Flex:
         ValueError: a gradient is asked for on the CPU, where flex_attention has none.
     """
 
-    def __init__(self, mask: Tensor | None) -> None:
+    def __init__(self, mask: Tensor | BlockVisibility | None) -> None:
         self._mask = mask
         self._blocks: Any = None
 
@@ -268,17 +274,23 @@ class Flex:
         if q.device.type == "cpu" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
             raise ValueError("attention=flex has no backward pass on the CPU; train with sdpa, and roll out with flex")
         if self._mask is not None and self._blocks is None:
-            pairs = self._mask[:, None] if self._mask.dim() == 2 else self._mask
-            pairs = pairs.expand(-1, q.shape[2], -1)
-
-            def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                return pairs[batch, query, key]
-
-            size = (len(pairs), None, q.shape[2], k.shape[2])
-            self._blocks = create_block_mask(seen, *size, device=str(q.device))  # type: ignore[arg-type]
+            rule, rows = self._rule(self._mask, q.shape[2])
+            size = (rows, None, q.shape[2], k.shape[2])
+            self._blocks = create_block_mask(rule, *size, device=str(q.device))
         run = flex_attention if q.device.type == "cpu" else _compiled_flex()
         out: Tensor = run(q, k, v, block_mask=self._blocks, enable_gqa=q.shape[1] != k.shape[1])
         return out
+
+    def _rule(self, mask: Tensor | BlockVisibility, queries: int) -> tuple[Callable[..., Tensor], int]:
+        """What flex_attention asks for each pair, and the number of rows."""
+        if isinstance(mask, BlockVisibility):
+            return mask.rule(), len(mask.block)
+        pairs = (mask[:, None] if mask.dim() == 2 else mask).expand(-1, queries, -1)
+
+        def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return pairs[batch, query, key]
+
+        return seen, len(pairs)
 
 
 KERNELS: dict[str, Callable[[Tensor | None], Kernel]] = {
@@ -296,17 +308,22 @@ def check_attention(name: str) -> None:
         raise ValueError(f"attention={name!r} is not a kernel here; choose one of {', '.join(KERNELS)}")
 
 
-def bound_kernel(name: str, mask: Tensor | None) -> Kernel:
+def bound_kernel(name: str, mask: Tensor | BlockVisibility | None) -> Kernel:
     """The kernel of this name under a mask.
 
     Args:
-        mask: bool [B, S] over keys, or [B, L, S] or [B, 1, S] for each query; None where all are visible.
+        mask: bool [B, S] over keys, or [B, L, S] or [B, 1, S] for each query, or a rule over blocks; None where all
+            are visible.
 
     Raises:
         ValueError: there is no such kernel.
     """
     check_attention(name)
-    return KERNELS[name](mask)
+    if not isinstance(mask, BlockVisibility):
+        return KERNELS[name](mask)
+    if name == "eager":
+        return KERNELS[name](mask.pairs())
+    return Flex(mask) if name == "flex" else Trimmed(sdpa, mask, _additive)
 
 
 def needed_key_mask(attention_mask: Tensor | None) -> Tensor | None:

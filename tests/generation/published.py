@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dare_lightning.generation.lengths import Daedal, RhoEos
 from dare_lightning.generation.schedule import (
     AscendingSchedule,
     DreamSchedule,
@@ -38,6 +39,7 @@ def settings_of(part: str, case: dict[str, Any]) -> dict[str, Any]:
         "eoser-ass": _eoser_ass,
         "mdpo": _mdpo,
         "dare-cj": _dare_cj,
+        "varlen": _variable,
     }[part]
     found = {RENAMED.get(name, name): value for name, value in translate(args, case).items()}
     return {"early_stop": False, "eos_policy": "keep"} | found
@@ -55,6 +57,17 @@ def _dream(args: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fast_dllm(args: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
+    kinds = set(case["forward_kinds"])
+    cache = "dual" if "block" in kinds or args.pop("dual_cache", False) else "prefix" if "suffix" in kinds else None
+    args.pop("dual_cache", None)
+    if cache is not None:
+        args["cache"] = cache
+    if "alg" in args and cache is not None:
+        # Any other name than confidence_threshold ranks by entropy.
+        args |= {"first_column_first": True, "score_from": "sampled"}
+        if args.pop("alg") != "confidence_threshold":
+            return args | {"remasking": "entropy", "schedule": DreamSchedule()}
+        return args | {"schedule": ConfidenceThreshold(args.pop("threshold")), "steps": None}
     threshold, factor = args.pop("threshold", None), args.pop("factor", None)
     if args.pop("alg", None) == "confidence_threshold":
         return args | {"schedule": QuotaThreshold(threshold), "score_from": "sampled"}
@@ -92,3 +105,27 @@ def _dare_cj(args: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     if args.pop("mode") == "eval":
         args["ends"] = EndsLast(contested=True)
     return args
+
+
+def _variable(args: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
+    """DAEDAL and rho-EOS."""
+    common = {
+        "initial": args.pop("initial_gen_length", 64),
+        "expansion": args.pop("expansion_factor", 8),
+        "window": args.pop("eos_check_tokens", 32),
+    }
+    low = args.pop("low_conf_threshold", 0.1)
+    sufficient = args.pop("eos_confidence_threshold", 0.5)
+    complete = args.pop("expand_eos_confidence_threshold", 0.9)
+    found = {
+        "steps": None,
+        "max_new_tokens": args.pop("max_gen_length", 2048),
+        "block_length": args.pop("block_length", 32),
+        "schedule": ConfidenceThreshold(args.pop("high_conf_threshold", 0.9)),
+    }
+    if "rho" in case["upstream"]:
+        low, high = args.pop("low_density_threshold", 0.4), args.pop("high_density_threshold", 0.6)
+        growth = args.pop("scheduler", "exp")
+        return args | found | {"lengths": RhoEos(**common, growth=growth, low=low, high=high, density="tail")}
+    lengths = Daedal(**common, sufficient=sufficient, complete=complete, unsure=low)
+    return args | found | {"lengths": lengths}

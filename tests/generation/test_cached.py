@@ -1,0 +1,123 @@
+"""Caches of keys and values while decoding: where they approximate nothing, what they read, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dare_lightning.families.attention import KeyValueCache
+from dare_lightning.families.tiny import new_tiny_dream, new_tiny_llada, new_tiny_llada_moe
+from dare_lightning.generation.builtin import BuiltinBackend
+from dare_lightning.generation.threshold import ConfidenceThreshold
+from dare_lightning.replay.batch import SequenceBatch
+
+POLICIES = {"llada": new_tiny_llada, "dream": new_tiny_dream, "llada_moe": new_tiny_llada_moe}
+PROMPTS = [[8, 9, 10], [8, 9, 10], [11, 12, 13, 14, 15, 16], [9]]
+KINDS = ["prefix", "dual"]
+
+
+@pytest.fixture(params=POLICIES, ids=POLICIES)
+def policy(request: pytest.FixtureRequest) -> Any:
+    return POLICIES[request.param](layers=2, width=32, heads=2).double()
+
+
+def _answers(policy: Any, prompts: list[list[int]], **settings: Any) -> tuple[SequenceBatch, Any]:
+    backend = BuiltinBackend(early_stop=False, eos_policy="keep", **settings)
+    backend.update_weights(policy, version=0)
+    return backend.generate(prompts, range(len(prompts))), backend.stats
+
+
+def _assert_equal(one: SequenceBatch, other: SequenceBatch) -> None:
+    assert torch.equal(one.ids, other.ids)
+    assert one.commit_log_probs is not None
+    torch.testing.assert_close(one.commit_log_probs, other.commit_log_probs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_approximated_where_every_block_takes_one_pass(policy: Any, kind: str) -> None:
+    settings = {"max_new_tokens": 12, "block_length": 3, "steps": 4}
+    exact, _ = _answers(policy, PROMPTS, **settings)
+    cached, _ = _answers(policy, PROMPTS, cache=kind, **settings)
+    _assert_equal(cached, exact)
+
+
+def test_one_layer_under_the_prefix_cache_is_exact(policy: Any) -> None:
+    # The prompt's keys and values of one layer hold nothing of the response, and everything else is read again.
+    single = type(policy).from_config(_one_layer(policy), policy.tokenizer, 0).double()
+    settings = {"max_new_tokens": 8, "steps": 4}
+    exact, whole = _answers(single, PROMPTS, **settings)
+    cached, part = _answers(single, PROMPTS, cache="prefix", **settings)
+    _assert_equal(cached, exact)
+    assert part.tokens < whole.tokens
+
+
+def _one_layer(policy: Any) -> dict[str, Any]:
+    config = dict(policy.config)
+    key = "n_layers" if "n_layers" in config else "num_hidden_layers"
+    config[key] = 1
+    if "moe_layer_freq" in config:
+        config["moe_layer_freq"] = config["moe_layer_freq"][:1]
+    return config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("schedule", [{"steps": 6}, {"schedule": ConfidenceThreshold(0.03)}], ids=["even", "threshold"])
+def test_a_row_gets_what_it_would_get_alone(policy: Any, kind: str, schedule: dict[str, Any]) -> None:
+    settings = {"max_new_tokens": 12, "block_length": 4, "cache": kind, "temperature": 0.7} | schedule
+    together, _ = _answers(policy, PROMPTS, **settings)
+    backend = BuiltinBackend(early_stop=False, eos_policy="keep", **settings)
+    backend.update_weights(policy, version=0)
+    for row, prompt in enumerate(PROMPTS):
+        alone = backend.generate([prompt], [row])
+        _assert_equal(together.select(slice(row, row + 1)).trim(), alone)
+
+
+def test_equal_prompts_are_read_once_in_the_first_pass(policy: Any) -> None:
+    _, stats = _answers(policy, [[8, 9]] * 5, max_new_tokens=8, block_length=4, steps=2, cache="dual")
+    # One whole canvas for the first block, five for the second.
+    assert stats.tokens == 10 + 5 * 10
+    assert stats.forwards == 2
+
+
+def test_the_dual_cache_reads_the_block_alone(policy: Any) -> None:
+    _, stats = _answers(policy, [[8, 9, 10]], max_new_tokens=8, block_length=4, steps=8, cache="dual")
+    assert stats.forwards == 8
+    assert stats.tokens == 2 * 11 + 6 * (4 + policy.left_context)
+
+
+def test_the_prefix_cache_reads_the_block_and_what_follows(policy: Any) -> None:
+    _, stats = _answers(policy, [[8, 9, 10]], max_new_tokens=8, block_length=4, steps=8, cache="prefix")
+    assert stats.tokens == 2 * 11 + 3 * (8 + policy.left_context) + 3 * (4 + policy.left_context)
+
+
+def test_copied_rows_of_a_cache_hold_the_same() -> None:
+    cache = KeyValueCache(3, 4)
+    keys = torch.randn(1, 2, 4, 5)
+    cache.write(0, torch.tensor([1]), torch.arange(4)[None], keys, 2 * keys)
+    cache.copy(torch.tensor([1, 1]), torch.tensor([0, 2]))
+    found, values = cache.read(0, torch.tensor([2]))
+    assert torch.equal(found, keys)
+    assert torch.equal(values, 2 * keys)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cache": "suffix"}, "cache='suffix' is not one of prefix, dual"),
+        ({"cache": "dual", "cfg_scale": 1.5}, "cache=dual cannot serve cfg_scale=1.5"),
+        ({"cache": "prefix", "tree": [2, 2]}, r"cache=prefix cannot serve tree=\[2, 2\]"),
+        ({"first_column_first": True}, "first_column_first=true is a rule of cached decoding"),
+    ],
+)
+def test_what_a_cache_cannot_serve_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BuiltinBackend(max_new_tokens=8, **settings)
+
+
+def test_a_cache_records_no_states() -> None:
+    backend = BuiltinBackend(max_new_tokens=8, cache="dual")
+    assert not backend.capabilities.states
+    with pytest.raises(ValueError, match="set cache"):
+        backend.generate([[5]], [0], record_states=True)
