@@ -151,13 +151,14 @@ def to_dialogues(table: RowTable, dropped: Counter[str] | None = None) -> list[D
 
 @dataclass(frozen=True)
 class Cell:
-    """A row whose values are checked when they are read."""
+    """A row whose values are checked when they are read; every reader raises `wrong` for another type."""
 
     row: Mapping[str, Any]
     table: RowTable
     number: int
 
     def wrong(self, key: str, value: Any, expected: str) -> ValueError:
+        """The error that names the place, what is there and what was expected."""
         shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
         return ValueError(
             f"{self.table.where(self.number)}: {key} is {shown} ({type(value).__name__}), expected {expected}"
@@ -172,6 +173,7 @@ class Cell:
         return value
 
     def mapping(self, key: str) -> Mapping[str, Any]:
+        """A mapping; None reads as an empty one."""
         value = self.row.get(key)
         if value is None:
             return {}

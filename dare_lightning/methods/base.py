@@ -228,7 +228,9 @@ class DiffusionPolicyModule(L.LightningModule):
             RuntimeError: no copy was kept.
         """
         if self._reference:
-            yield self._reference[0]
+            # Not registered, so nobody else brings it to the policy's device and precision.
+            like = next(self.policy.parameters())
+            yield self._reference[0].to(device=like.device, dtype=like.dtype)
         elif has_adapter(self.policy):
             with adapters_disabled(self.policy):
                 yield self.policy
@@ -347,16 +349,6 @@ class DiffusionPolicyModule(L.LightningModule):
         if self.scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"}}
-
-    def on_validation_start(self) -> None:
-        """As `on_fit_start`, where validation comes first."""
-        self.on_fit_start()
-
-    def on_fit_start(self) -> None:
-        """Bring the unregistered reference to the policy's device and precision."""
-        dtype = next(self.policy.parameters()).dtype
-        for reference in self._reference:
-            reference.to(device=self.device, dtype=dtype)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the step's metrics: quotients of sums over all its micro-batches and all ranks."""
