@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dare_lightning.families.attention import View
+from dare_lightning.families.block import count_blocks, narrowed
 
 MAX_LOGITS = 2**24
 """The most logits that scoring holds at a time: 64 MB in float32."""
@@ -160,9 +161,12 @@ def token_log_probs(
     columns = slice(used[0], used[-1] + 1) if used else slice(None)
     noisy, clean, exists = noisy_ids[rows, columns], clean_ids[rows, columns], attention_mask[rows, columns]
     # Rows that read the same are run once: with the whole response hidden, all answers to a prompt are one row.
-    read = [noisy, exists.long()] + ([] if policy.block_length is None else [clean])
-    blocks = None if block_ids is None else block_ids[rows, columns]
-    place, first = _distinct(torch.cat(read if blocks is None else [*read, blocks], dim=1))
+    read, blocks = [noisy, exists.long()], None
+    if policy.block_length is not None:
+        blocks = count_blocks(clean, exists, policy.block_length) if block_ids is None else block_ids[rows, columns]
+        noisy, exists, blocks = narrowed(noisy, clean, exists, blocks, score_mask[rows, columns])
+        read = [noisy, exists.long(), clean, blocks]
+    place, first = _distinct(torch.cat(read, dim=1))
     hidden = policy.denoise(noisy[first], clean[first], exists[first], None if blocks is None else blocks[first])
     scored = score_mask[rows, columns]
     row, column = scored.nonzero(as_tuple=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dare_lightning.families.experts import ExpertPlaces, split_experts
+from dare_lightning.families.experts import ExpertPlaces, split_experts, split_shapes
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -96,9 +96,11 @@ def load_weights(module: nn.Module, folder: Path, dtype: str | None = None) -> N
     """Fill a module, built on the meta device, with the folder's weights.
 
     Args:
-        module: its state dict has the published names, but for stacked experts (`split_experts`).
+        module: its state dict has the published names, but for stacked experts (`split_experts`), which files may hold
+            stacked or one by one.
         folder: holds model.safetensors, or model.safetensors.index.json and its shards.
-        dtype: "float32", "bfloat16" or "float16"; None or "auto" keeps what the files hold.
+        dtype: "float32", "bfloat16" or "float16"; None or "auto" keeps what the files hold. Buffers are not made
+            narrower than that: the bias of a router would choose other experts.
 
     Raises:
         FileNotFoundError: no weights, or a shard is missing.
@@ -110,13 +112,18 @@ def load_weights(module: nn.Module, folder: Path, dtype: str | None = None) -> N
     for path, listed in files.items():
         found |= _shapes(path, listed)
     own = module.state_dict()
-    check_keys({name: tuple(value.shape) for name, value in split_experts(own).items()}, found, str(folder))
+    expected = {name: tuple(value.shape) for name, value in split_experts(own).items()}
+    check_keys(expected, split_shapes(found), str(folder))
+    buffers = {name for name, _ in module.named_buffers()}
     state: dict[str, Tensor] = {}
     places = ExpertPlaces(own)
     for path in files:
         with _opened(path) as reader:
             for name in reader.keys():  # noqa: SIM118
-                places.put(state, name, reader.get_tensor(name).to(dtype=wanted))
+                value = reader.get_tensor(name)
+                if wanted is not None:
+                    value = value.to(torch.promote_types(value.dtype, wanted) if name in buffers else wanted)
+                places.put(state, name, value)
     module.load_state_dict(state, strict=True, assign=True)
 
 

@@ -36,6 +36,15 @@ def whole(config: Config, key: str) -> int:
     return int(value)
 
 
+def count(config: Config, key: str) -> int:
+    """A whole number, 0 or above.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    return 0 if config[key] == 0 and not isinstance(config[key], bool) else whole(config, key)
+
+
 def number(config: Config, key: str, kind: str = "number") -> Any:
     """A positive number.
 
@@ -73,6 +82,22 @@ def head_dim(width: int, heads: int) -> int:
     if width % (2 * heads):
         raise ValueError(f"hidden_size={width} over num_attention_heads={heads} does not give heads of an even size")
     return width // heads
+
+
+def rotary_dim(config: Config, head_dim: int) -> int:
+    """The dimensions of a head that are turned: its share `partial_rotary_factor`, all where that is absent.
+
+    Raises:
+        ValueError: not an even number of dimensions.
+    """
+    factor = optional(config, "partial_rotary_factor", number)
+    size = head_dim if factor is None else int(head_dim * factor)
+    if size < 2 or size > head_dim or size % 2:
+        raise ValueError(
+            f"config.json says partial_rotary_factor={factor!r}; of heads of size {head_dim} an even number of"
+            " dimensions must remain"
+        )
+    return size
 
 
 def _wrong(config: Config, key: str, kind: str) -> ValueError:

@@ -90,6 +90,78 @@ class MixtureOfExperts(nn.Module):
         return (weights / weights.sum(-1, keepdim=True) if self.normalize else weights), chosen
 
 
+class GroupLimitedGate(nn.Module):
+    """Chooses experts by sigmoid scores, among those of the best groups alone; computed in float32 at least.
+
+    A buffer `expert_bias` is added to the scores for the choice and does not weigh. It stays as wide as it is read.
+
+    Args:
+        width: of the stream.
+        count, groups, kept_groups, top_k: experts, the equal groups they form, the groups a token may choose from, and
+            the experts it chooses.
+        scale: of the weights, which add up to it where there are several.
+
+    Raises:
+        ValueError: the numbers do not fit.
+
+    Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2, with groups scored by their two best experts.
+    """
+
+    expert_bias: Tensor
+
+    def __init__(self, width: int, count: int, groups: int, kept_groups: int, top_k: int, scale: float) -> None:
+        super().__init__()
+        if count % groups or count // groups < 2 or kept_groups > groups or kept_groups * count // groups < top_k:
+            raise ValueError(
+                f"config.json says num_experts={count}, n_group={groups}, topk_group={kept_groups},"
+                f" num_experts_per_tok={top_k}: groups must be equal, of 2 experts at least, and those kept must hold"
+                " the experts of a token"
+            )
+        self.groups, self.kept_groups, self.top_k, self.scale = groups, kept_groups, top_k, scale
+        self.weight = nn.Parameter(torch.empty(count, width))
+        self.register_buffer("expert_bias", torch.zeros(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [T, E] of x [T, H]."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(wide), self.weight.to(wide))
+
+    def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [T, E] -> weights and experts, int64, both [T, K]."""
+        scores = logits.sigmoid()
+        grouped = (scores + self.expert_bias).unflatten(-1, (self.groups, -1))
+        best = grouped.topk(2, -1).values.sum(-1).topk(self.kept_groups, -1).indices
+        kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, True)
+        chosen = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2).topk(self.top_k, -1).indices
+        weights = scores.gather(-1, chosen)
+        if self.top_k > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.scale, chosen
+
+
+class SharedMixture(nn.Module):
+    """Routed experts and one that every token reads, if any; the published module `mlp` of LLaDA2.
+
+    Args:
+        gate: the router.
+        experts: those it chooses from.
+        shared: [..., H] -> [..., H], added unscaled; None where there is none.
+    """
+
+    def __init__(self, gate: GroupLimitedGate, experts: Experts, shared: nn.Module | None) -> None:
+        super().__init__()
+        self.gate = gate
+        self.experts = experts
+        self.shared_experts = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)
+        weights, chosen = self.gate.route(self.gate(flat))
+        out = self.experts(flat, chosen, weights.to(x.dtype)).view(x.shape)
+        return out if self.shared_experts is None else out + self.shared_experts(x)
+
+
 def grouped_loop(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Rows of group e times weight[e] transposed: one product a group.
 
@@ -121,7 +193,7 @@ def recorded_router_logits(policy: nn.Module) -> Iterator[dict[str, list[Tensor]
     records: dict[str, list[Tensor]] = {}
     hooks = []
     for name, module in policy.named_modules():
-        if isinstance(module, MixtureOfExperts):
+        if isinstance(module, MixtureOfExperts | SharedMixture):
             record = records.setdefault(name, [])
             hooks.append(module.gate.register_forward_hook(_appending(record)))
     try:
@@ -181,6 +253,18 @@ def split_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             split[name] = value
             continue
         split |= {f"{found[1]}.{j}.{found[2]}.weight": part for j, part in enumerate(value.unbind())}
+    return split
+
+
+def split_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """As `split_experts` for shapes: files may hold an expert's weights one by one, or stacked."""
+    split: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        found = _STACKED.fullmatch(name)
+        if found is None or len(shape) != 3:
+            split[name] = shape
+            continue
+        split |= {f"{found[1]}.{j}.{found[2]}.weight": shape[1:] for j in range(shape[0])}
     return split
 
 

@@ -101,7 +101,7 @@ class LLaDAMoEConfig:
             rows=keys.whole(config, "vocab_size"),
             tied=keys.switch(config, "tie_word_embeddings"),
             eps=eps,
-            rotary_dim=_rotary_dim(config, head_dim),
+            rotary_dim=keys.rotary_dim(config, head_dim),
             theta=keys.number(config, "rope_theta"),
             attention=decoder.AttentionShape(width, heads, kv_heads, head_dim, norm_eps=norm_eps, clip=clip),
         )
@@ -233,14 +233,3 @@ def _sparse_layers(config: dict[str, Any]) -> tuple[bool, ...]:
             f"config.json says moe_layer_freq={flags!r}; it must have a 0 or a 1 for each of num_hidden_layers={depth}"
         )
     return tuple(bool(flag) for flag in flags)
-
-
-def _rotary_dim(config: dict[str, Any], head_dim: int) -> int:
-    factor = keys.optional(config, "partial_rotary_factor", keys.number)
-    size = head_dim if factor is None else int(head_dim * factor)
-    if size < 2 or size > head_dim or size % 2:
-        raise ValueError(
-            f"config.json says partial_rotary_factor={factor!r}; of heads of size {head_dim} an even number of"
-            " dimensions must remain"
-        )
-    return size

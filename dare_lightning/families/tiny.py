@@ -8,7 +8,10 @@ from typing import Any
 
 from dare_lightning.families.dream import Dream
 from dare_lightning.families.llada import LLaDA
+from dare_lightning.families.llada2 import LLaDA2
 from dare_lightning.families.llada_moe import LLaDAMoE
+from dare_lightning.families.sdar import SDAR
+from dare_lightning.families.sdar_moe import SDARMoE
 
 PAD, BOS, EOS, END_OF_TURN, MASK, USER, ASSISTANT = range(7)
 SPECIAL_TOKENS = (
@@ -140,8 +143,90 @@ def llada_moe_config(layers: int, width: int, heads: int, experts: int, top_k: i
     }
 
 
+def sdar_config(layers: int, width: int, heads: int, block_length: int, vocabulary: int) -> dict[str, Any]:
+    """A complete config.json of an SDAR model of this size; two query heads share a key head where they can."""
+    return _qwen_style(layers, width, heads, vocabulary) | {
+        "architectures": ["SDARForCausalLM"],
+        "attention_bias": False,
+        "auto_map": {
+            "AutoConfig": "configuration_sdar.SDARConfig",
+            "AutoModel": "modeling_sdar.SDARModel",
+            "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
+        },
+        "block_size": block_length,
+        "bos_token_id": BOS,
+        "head_dim": width // heads,
+        "intermediate_size": 2 * width,
+        "mask_token_id": MASK,
+        "model_type": "sdar",
+        "num_key_value_heads": heads // 2 if heads % 2 == 0 else heads,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    }
+
+
+def sdar_moe_config(
+    layers: int, width: int, heads: int, experts: int, top_k: int, block_length: int, vocabulary: int
+) -> dict[str, Any]:
+    """A complete config.json of an SDAR-MoE model of this size; each expert's inner width is `width`."""
+    return sdar_config(layers, width, heads, block_length, vocabulary) | {
+        "architectures": ["SDARMoeForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_sdar_moe.SDARMoeConfig",
+            "AutoModel": "modeling_sdar_moe.SDARMoeModel",
+            "AutoModelForCausalLM": "modeling_sdar_moe.SDARMoeForCausalLM",
+        },
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "model_type": "sdar_moe",
+        "moe_intermediate_size": width,
+        "norm_topk_prob": True,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+    }
+
+
+def llada2_config(
+    layers: int, width: int, heads: int, experts: int, top_k: int, block_length: int, vocabulary: int
+) -> dict[str, Any]:
+    """A complete config.json of a LLaDA2 model of this size; the first layer has no experts, the others two groups."""
+    return _qwen_style(layers, width, heads, vocabulary) | {
+        "architectures": ["LLaDA2MoeModelLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_llada2_moe.LLaDA2MoeConfig",
+            "AutoModel": "modeling_llada2_moe.LLaDA2MoeModel",
+            "AutoModelForCausalLM": "modeling_llada2_moe.LLaDA2MoeModelLM",
+        },
+        "block_size": block_length,
+        "first_k_dense_replace": 1,
+        "head_dim": width // heads,
+        "intermediate_size": 2 * width,
+        "mask_token_id": MASK,
+        "model_type": "llada2_moe",
+        "moe_intermediate_size": width // 2,
+        "moe_router_enable_expert_bias": True,
+        "n_group": 2,
+        "norm_topk_prob": True,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "num_key_value_heads": heads // 2 if heads % 2 == 0 else heads,
+        "num_shared_experts": 1,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-6,
+        "routed_scaling_factor": 2.5,
+        "score_function": "sigmoid",
+        "topk_group": 1,
+        "use_bias": False,
+        "use_qk_norm": True,
+        "use_qkv_bias": False,
+    }
+
+
 def _qwen_style(layers: int, width: int, heads: int, vocabulary: int) -> dict[str, Any]:
-    """The keys that Dream and LLaDA-MoE share."""
+    """The keys that all families but LLaDA share."""
     return {
         "attention_dropout": 0.0,
         "eos_token_id": EOS,
@@ -180,3 +265,39 @@ def new_tiny_llada_moe(
     tokenizer = character_tokenizer()
     config = llada_moe_config(layers, width, heads, experts, top_k, len(tokenizer))
     return LLaDAMoE.from_config(config, tokenizer, seed)
+
+
+def new_tiny_sdar(layers: int = 3, width: int = 64, heads: int = 4, block_length: int = 4, seed: int = 0) -> SDAR:
+    """An SDAR policy over characters with random weights that depend on `seed` alone."""
+    tokenizer = character_tokenizer()
+    return SDAR.from_config(sdar_config(layers, width, heads, block_length, len(tokenizer)), tokenizer, seed)
+
+
+def new_tiny_sdar_moe(
+    layers: int = 3,
+    width: int = 64,
+    heads: int = 4,
+    experts: int = 4,
+    top_k: int = 2,
+    block_length: int = 4,
+    seed: int = 0,
+) -> SDARMoE:
+    """An SDAR-MoE policy over characters with random weights that depend on `seed` alone."""
+    tokenizer = character_tokenizer()
+    config = sdar_moe_config(layers, width, heads, experts, top_k, block_length, len(tokenizer))
+    return SDARMoE.from_config(config, tokenizer, seed)
+
+
+def new_tiny_llada2(
+    layers: int = 3,
+    width: int = 64,
+    heads: int = 4,
+    experts: int = 4,
+    top_k: int = 2,
+    block_length: int = 4,
+    seed: int = 0,
+) -> LLaDA2:
+    """A LLaDA2 policy over characters with random weights that depend on `seed` alone."""
+    tokenizer = character_tokenizer()
+    config = llada2_config(layers, width, heads, experts, top_k, block_length, len(tokenizer))
+    return LLaDA2.from_config(config, tokenizer, seed)

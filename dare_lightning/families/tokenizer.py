@@ -92,17 +92,24 @@ def stop_token_ids(eos: int, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys([eos, *turns]))
 
 
-def special_ids(config: dict[str, Any], tokenizer: Any, rows: int) -> SpecialIds:
+def special_ids(config: dict[str, Any], tokenizer: Any, rows: int, mask: int | None = None) -> SpecialIds:
     """The special tokens of a policy whose embedding has `rows` rows.
 
+    Args:
+        mask: the mask token, where the user names it; None for the checkpoint's.
+
     Raises:
-        ValueError: one of them is not declared, lies outside the embedding, or mask and padding are the same.
+        ValueError: one of them is not declared, lies outside the embedding, or the mask token is also padding or an
+            end token.
     """
     eos = eos_token_id(config, tokenizer)
+    stated = config if mask is None else config | {"mask_token_id": mask}
     found = SpecialIds(
-        mask_token_id(config, tokenizer), pad_token_id(config, tokenizer), eos, stop_token_ids(eos, tokenizer)
+        mask_token_id(stated, tokenizer), pad_token_id(config, tokenizer), eos, stop_token_ids(eos, tokenizer)
     )
     check_ids([found.mask, found.pad, *found.stop], rows)
+    if found.mask in found.stop:
+        raise ValueError(f"the mask token is id {found.mask}, which also ends an answer; they must differ")
     return found
 
 
