@@ -17,6 +17,8 @@ class Rows:
         weight: float [B, N, L], the estimator's weight of each scored position.
         target_ids: int64 [B, N, L], tokens to score; None where they are the clean tokens.
         level: float [B, N], the mask probability or ratio the row was drawn at, where there is one.
+        index: int64 [N], which of a sequence's rows these are, where the rows have columns of the batch that go with
+            them.
     """
 
     noisy_ids: Tensor
@@ -24,6 +26,7 @@ class Rows:
     weight: Tensor
     target_ids: Tensor | None = None
     level: Tensor | None = None
+    index: Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -39,4 +42,5 @@ class Rows:
             weight=self.weight[:, rows],
             target_ids=None if self.target_ids is None else self.target_ids[:, rows],
             level=None if self.level is None else self.level[:, rows],
+            index=None if self.index is None else self.index[rows],
         )

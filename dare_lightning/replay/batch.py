@@ -41,6 +41,9 @@ class SequenceBatch:
         step_advantage: float32 [B, T], an advantage for each forward pass instead of one for the sequence.
         node_index: int64 [B, D], for completions grown as a tree the node each belongs to at depth 1 to D; the numbers
             of one depth are those of different nodes, and the deepest is the completion's own.
+        target_probs: float32 [B, T, L], for the token of each row the probability that a target distribution gives it; 0
+            where the target does not ask for it.
+        target_weight: float32 [B, T], what the distance of each row from its target weighs.
         block_origin: where the blocks of a block-diffusion policy were counted from when it wrote: "global", from the
             first token of the prompt, or "response", from the first one of the response.
         iteration: the inner epoch this micro-batch belongs to.
@@ -68,6 +71,8 @@ class SequenceBatch:
     step_rewards: Tensor | None = None
     step_advantage: Tensor | None = None
     node_index: Tensor | None = None
+    target_probs: Tensor | None = None
+    target_weight: Tensor | None = None
     block_origin: BlockOrigin = "global"
     iteration: int = 0
     denominator: Tensor | None = None
@@ -133,6 +138,7 @@ TOKEN_COLUMNS: dict[str, int | float | bool] = {
     "states": 0,
     "proposals": 0,
     "confidence": 0.0,
+    "target_probs": 0.0,
 }
 
 # Columns whose second axis counts forward passes, with the value that stands after a row's last pass.
@@ -142,6 +148,8 @@ STEP_COLUMNS: dict[str, int | float] = {
     "confidence": 0.0,
     "step_rewards": 0.0,
     "step_advantage": 0.0,
+    "target_probs": 0.0,
+    "target_weight": 0.0,
 }
 
 # Columns whose third axis counts noisy rows, of which samples may have different numbers; 0 stands after the last.

@@ -9,12 +9,21 @@ import pytest
 import torch
 
 from dare_lightning.methods.cj_grpo import CJGRPO
+from dare_lightning.methods.d_tree_rpo import DTreeRPO
 from dare_lightning.methods.dipo import DiPO
 from dare_lightning.methods.justgrpo import JustGRPO
+from dare_lightning.methods.mdpo import MDPO
 from dare_lightning.methods.tracerl import TraceRL
 from dare_lightning.replay.batch import TOKEN_COLUMNS, SequenceBatch, concatenate
 from tests.methods.harness import Outcome, build, run, run_split
 from tests.methods.table_model import TablePolicy, random_tables, sequence_batch
+
+
+class HalfWay(DTreeRPO):
+    """In the middle of a run, where the distillation has some weight."""
+
+    progress = 0.5
+
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "cj_grpo": (CJGRPO, {"kl_coef": 0.1}),
@@ -25,7 +34,15 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "dipo": (DiPO, {"kl_coef": 0.1}),
     "justgrpo": (JustGRPO, {"count_after_eos": True}),
 }
+WITH_COLUMNS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mdpo": (MDPO, {"kl_coef": 0.1, "train_steps": 4, "temperature": 0.7}),
+    "mdpo_up_to_the_end": (MDPO, {"train_steps": 9, "count_after_eos": False, "mask_eps": 1e-4}),
+    "d_tree_rpo": (HalfWay, {"kl_coef": 0.1, "denoising_steps": 6, "distillation": 0.5}),
+    "d_tree_rpo_bare": (DTreeRPO, {"distillation": 0.0, "denoising_steps": 6, "dual_clip": 2.0}),
+}
+EVERY = CASES | WITH_COLUMNS
 every_case = pytest.mark.parametrize(("method", "settings"), CASES.values(), ids=CASES.keys())
+every_method = pytest.mark.parametrize(("method", "settings"), EVERY.values(), ids=EVERY.keys())
 with_blocks = pytest.mark.parametrize("block_length", [None, 4], ids=["masked", "blocks"])
 
 
@@ -54,11 +71,64 @@ def _batch() -> SequenceBatch:
     )
 
 
+def _with_states(batch: SequenceBatch) -> SequenceBatch:
+    """The same with every pass of the rollout, random proposals among them, and their rewards."""
+    draw = torch.Generator().manual_seed(4)
+    assert batch.commit_step is not None
+    step = batch.commit_step[:, None]
+    passes = batch.commit_step.amax(1) + 1
+    at = torch.arange(int(passes.max()))[:, None]
+    made = at < passes[:, None, None]
+    hidden = batch.response_mask[:, None] & ((step < 0) | (step >= at)) & made
+    known = batch.ids[:, None].expand(hidden.shape).masked_fill(~made, 0)
+    proposed = torch.randint(0, 9, hidden.shape, generator=draw)
+    return replace(
+        batch,
+        states=known.masked_fill(hidden, 10),
+        proposals=torch.where(hidden, proposed, known),
+        confidence=torch.rand(hidden.shape, generator=draw, dtype=torch.float64) * hidden,
+        forward_passes=passes,
+        step_rewards=torch.rand(hidden.shape[:2], generator=draw, dtype=torch.float64),
+    )
+
+
+def _trees() -> SequenceBatch:
+    """A tree of 2 and then 3 children, grown in 6 steps, and one whose second node was finished before it branched."""
+    draw = torch.Generator().manual_seed(6)
+    ids = torch.randint(0, 8, (12, 15), generator=draw)
+    step = torch.nn.functional.pad(torch.arange(12) // 2, (3, 0), value=-1).repeat(12, 1)
+    node = torch.stack([torch.arange(12) // 3, torch.arange(12)], 1)
+    leader = torch.arange(12) // 3 * 3
+    ids[:, :9] = torch.where(torch.arange(9) < 3, ids[:1, :9], ids[leader, :9])
+    ids[4, 12] = 9  # an end in one leaf
+    ids[9:, 8:] = 9  # and one before the second half
+    step[9:, 9:] = -1
+    return sequence_batch(
+        ids,
+        3,
+        commit_step=step,
+        node_index=node,
+        group_index=torch.arange(12) // 6,
+        reward=torch.rand(12, generator=draw, dtype=torch.float64),
+    )
+
+
+def _credited(module: Any) -> SequenceBatch:
+    """What this method learns from."""
+    if isinstance(module, MDPO):
+        batch: SequenceBatch = module.credit(_with_states(_batch()))
+        return batch
+    if isinstance(module, DTreeRPO):
+        grown: SequenceBatch = module.credit(_trees())
+        return grown
+    return _batch()
+
+
 def _module(method: Any, settings: dict[str, Any], block_length: int | None, **more: Any) -> tuple[Any, SequenceBatch]:
     """A policy that is off its old policy and its reference, and a batch that knows both."""
     model = random_tables()
     module = build(method, TablePolicy(model, block_length=block_length), **settings, **more)
-    batch = _batch()
+    batch = _credited(module)
     old, ref = TablePolicy(model, "W_old", block_length), TablePolicy(model, "W_ref", block_length)
     for table in (old, ref):  # close enough for some ratios to stay unclipped
         table.W.data = 0.9 * module.policy.W.data + 0.1 * table.W.data
@@ -75,17 +145,19 @@ def _assert_same(got: Outcome, expected: Outcome) -> None:
     assert float(expected.gradient.abs().max()) > 0
 
 
-@every_case
+@every_method
 @with_blocks
-@pytest.mark.parametrize("parts", [[[0], [1], [2], [3]], [[3, 1, 0], [2]]])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2]])
+@pytest.mark.parametrize("size", [1, 3])
 def test_micro_batches_and_their_order_do_not_change_the_update(
-    method: Any, settings: Any, block_length: Any, parts: Any
+    method: Any, settings: Any, block_length: Any, order: list[int], size: int
 ) -> None:
     module, batch = _module(method, settings, block_length)
-    _assert_same(run_split(module, batch, [torch.tensor(p) for p in parts]), run(module, module.corrupt(batch), batch))
+    rows = torch.tensor(order + list(range(4, len(batch))))
+    _assert_same(run_split(module, batch, list(rows.split(size))), run(module, module.corrupt(batch), batch))
 
 
-@every_case
+@every_method
 @with_blocks
 def test_padding_does_not_change_the_update(method: Any, settings: Any, block_length: Any) -> None:
     module, batch = _module(method, settings, block_length)
@@ -98,7 +170,7 @@ def test_padding_does_not_change_the_update(method: Any, settings: Any, block_le
     _assert_same(run(module, module.corrupt(padded), padded), run(module, module.corrupt(batch), batch))
 
 
-@every_case
+@every_method
 @with_blocks
 @pytest.mark.parametrize(("plan", "rows_per_forward"), [("accumulate", 1), ("accumulate", 3), ("replay", 2)])
 def test_gradient_plans_agree(
@@ -113,20 +185,21 @@ def test_gradient_plans_agree(
         assert got.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-9, abs=1e-15), name
 
 
-@every_case
+@every_method
 def test_the_count_is_the_denominator_of_the_rows(method: Any, settings: Any) -> None:
     module, batch = _module(method, settings, None)
     assert torch.equal(module.count(batch), module.denominator(module.corrupt(batch), batch))
 
 
-@every_case
+@every_method
 @with_blocks
 def test_before_the_first_update_ratios_are_one_and_nothing_diverges(
     method: Any, settings: Any, block_length: Any
 ) -> None:
     module = build(method, TablePolicy(random_tables(), block_length=block_length), **settings)
     # Parts of a rollout are scored apart and have different numbers of rows.
-    parts = [module.freeze_policies(_batch().select(part), 2, True) for part in torch.arange(4).split(1)]
+    fresh = _credited(module)
+    parts = [module.freeze_policies(fresh.select(part), 2, True) for part in torch.arange(len(fresh)).split(1)]
     batch = concatenate(parts)
     state = torch.get_rng_state()
     for iteration in range(2):
@@ -139,11 +212,11 @@ def test_before_the_first_update_ratios_are_one_and_nothing_diverges(
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@every_case
+@every_method
 def test_a_single_update_needs_no_stored_old_policy(method: Any, settings: Any) -> None:
     module = build(method, TablePolicy(random_tables()), **settings)
-    stored = module.freeze_policies(_batch(), 1, keep_old=True)
-    fresh = module.freeze_policies(_batch(), 1, keep_old=False)
+    stored = module.freeze_policies(_credited(module), 1, keep_old=True)
+    fresh = module.freeze_policies(_credited(module), 1, keep_old=False)
     assert fresh.old_log_probs is None
     _assert_same(run(module, module.corrupt(fresh), fresh), run(module, module.corrupt(stored), stored))
 
