@@ -38,7 +38,8 @@ def table(group: str, results: Sequence[dict[str, Any]]) -> str:
             before = "" if known is None else f"{known:.3g}"
             after = f"{result['measured']:.3g}"
         ratio = f"{result['speedup']:.2f}x" if "speedup" in result else ""
-        lines.append(f"| {result['case']} | {before} | {after} | {ratio} |")
+        cpu = f" ({result['cpu']:.3g} s of processor time)" if "cpu" in result else ""
+        lines.append(f"| {result['case']}{cpu} | {before} | {after} | {ratio} |")
     return "\n".join(lines)
 
 

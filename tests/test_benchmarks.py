@@ -36,15 +36,22 @@ def test_steps_with_different_losses_are_not_compared() -> None:
 def test_the_program_names_the_machine_and_writes_what_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measured = [startup._result("help", [1.0, 0.5, 0.75])]
+    measured = [startup._result("help", [startup.Start(1.0, 0.9), startup.Start(0.5, 0.4), startup.Start(0.75, 0.25)])]
     monkeypatch.setitem(program.GROUPS, "startup", lambda quick: measured)
     assert program.main(["--only", "startup", "--json", str(tmp_path / "out.json")]) == 0
     shown = capsys.readouterr().out
     assert "processor" in shown
-    assert "| help | 3 | 0.75 | 4.00x |" in shown
+    assert "| help (0.4 s of processor time) | 3 | 0.75 | 4.00x |" in shown
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["results"] == {"startup": measured}
     assert written["machine"]["torch"] == torch.__version__
+
+
+def test_a_slow_case_is_not_repeated_and_a_start_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "ENOUGH", 0.0)
+    assert len(startup._repeated(lambda: startup.Start(1.0, 1.0), 3)) == 1
+    monkeypatch.setattr(startup, "PATIENCE", 0.2)
+    assert 0.2 < startup._first_step().clock < 20
 
 
 def test_an_unknown_group_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
