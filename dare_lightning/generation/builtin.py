@@ -13,11 +13,13 @@ from torch import nn
 
 from dare_lightning.families.base import PolicyModel, using_attention
 from dare_lightning.generation.base import Capabilities, Progress
+from dare_lightning.generation.cached import CachedForward, CacheKind, FirstColumnFirst, check_cache
 from dare_lightning.generation.canvas import masked_canvas
 from dare_lightning.generation.completion import EOS_POLICIES, EosPolicy, Responses, to_batch
-from dare_lightning.generation.engine import Denoiser, FullForward, Run, Stats
+from dare_lightning.generation.engine import Denoiser, Forward, FullForward, Run, Stats
 from dare_lightning.generation.history import History
 from dare_lightning.generation.layout import Layout
+from dare_lightning.generation.lengths import LengthPolicy, check_lengths
 from dare_lightning.generation.sampling import Streams, TokenSampler
 from dare_lightning.generation.schedule import EvenSchedule, Plan, StepPolicy
 from dare_lightning.generation.scores import ORDERS, DeferredEnds, EndScore, Order, score_of
@@ -45,8 +47,9 @@ class BuiltinBackend:
     Args:
         steps: steps of a whole response, a multiple of the number of blocks; None for one token a step. Must be None
             where the schedule does not count steps.
-        max_new_tokens: G, tokens of a response.
+        max_new_tokens: G, tokens of a response; the most there may be where `lengths` decides.
         block_length: tokens of a block, a divisor of max_new_tokens; None for one block of the whole response.
+        lengths: lets every response find its own length, such as Daedal or RhoEos; None for max_new_tokens.
         schedule: which positions a pass commits; None for the even schedule.
         temperature: 0 takes the most likely token, otherwise tokens are drawn from softmax(logits / temperature).
         top_p, top_k: draw from the nucleus, and then from the most likely tokens only; None keeps all.
@@ -62,6 +65,11 @@ class BuiltinBackend:
         ends: another score for end-of-text proposals, such as EndRejection; None for none.
         early_stop: a row is finished when an end token is written and so is everything before it; the masks left
             become end-of-text tokens without further passes. The answer is the same; LLaDA's own code goes on.
+        cache: "prefix" or "dual" keeps keys and values of the prompt and earlier blocks, or of everything outside the
+            block, from a block's first pass on (see `CachedForward`); an approximation, faster. None for none.
+        cache_refresh: passes after which a block's cache is filled anew by reading everything; None for once a block.
+        first_column_first: with a cache, as published code for Dream: a block's first pass commits its first column
+            alone, and later passes do not read the column before the block.
         tree: children at each level where the completions of a prompt grow as a tree, such as [4, 4]; the group size
             must be the number of its leaves. Nodes at depth d branch after d of len(tree) equal shares of the steps.
         eos_policy: what counts after the first end token, see `to_batch`.
@@ -79,6 +87,7 @@ class BuiltinBackend:
     steps: int | None = None
     max_new_tokens: int = 256
     block_length: int | None = None
+    lengths: LengthPolicy | None = None
     schedule: StepPolicy | None = None
     temperature: float = 0.0
     top_p: float | None = None
@@ -92,6 +101,9 @@ class BuiltinBackend:
     defer_eos: bool = False
     ends: EndScore | None = None
     early_stop: bool = True
+    cache: CacheKind | None = None
+    cache_refresh: int | None = None
+    first_column_first: bool = False
     tree: Sequence[int] | None = None
     eos_policy: EosPolicy = "mask_loss"
     max_batch_tokens: int = 16384
@@ -100,7 +112,9 @@ class BuiltinBackend:
     def __post_init__(self) -> None:
         self._check_values()
         self._steps: StepPolicy = EvenSchedule() if self.schedule is None else self.schedule
-        self.layout: Layout = self._steps.layout(self.max_new_tokens, self.block_length, self.steps)
+        if self.first_column_first:
+            self._steps = FirstColumnFirst(self._steps)
+        self.layout: Layout = self._lay_out()
         self._check_parts()
         self._tree: Tree | None = None
         if self.tree is not None:
@@ -124,6 +138,19 @@ class BuiltinBackend:
         _check_choice("score_from", self.score_from, SCORE_FROM)
         _check_choice("eos_policy", self.eos_policy, EOS_POLICIES)
 
+    def _lay_out(self) -> Layout:
+        if self.lengths is None:
+            return self._steps.layout(self.max_new_tokens, self.block_length, self.steps)
+        check_lengths(self.lengths, self._steps, self.max_new_tokens)
+        for name in ("running_confidence", "suppress_eos", "tree"):
+            if getattr(self, name):
+                raise ValueError(f"{name}={getattr(self, name)} does not go with lengths; switch one of them off")
+        # Blocks begin where the one before ends, so that they need not divide anything.
+        self._steps.layout(self.max_new_tokens, None, self.steps)
+        if self.block_length is not None and not 1 <= self.block_length <= self.max_new_tokens:
+            raise ValueError(f"block_length={self.block_length} must lie in 1 to max_new_tokens={self.max_new_tokens}")
+        return Layout((0, self.max_new_tokens), (0, 0))
+
     def _check_parts(self) -> None:
         """Refuse parts that do not fit each other."""
         name, random = type(self._steps).__name__, self.remasking == "random"
@@ -146,6 +173,10 @@ class BuiltinBackend:
             self.ends.check(self.layout.steps)
         if self.running_confidence:
             self._check_running(name)
+        names = ("cfg_scale", "running_confidence", "tree", "lengths")
+        check_cache(self.cache, self.cache_refresh, {setting: getattr(self, setting) for setting in names})
+        if self.first_column_first and self.cache is None:
+            raise ValueError("first_column_first=true is a rule of cached decoding; set cache to prefix or dual")
 
     def _check_running(self, name: str) -> None:
         if not isinstance(self._steps, Plan):
@@ -167,12 +198,14 @@ class BuiltinBackend:
     @property
     def capabilities(self) -> Capabilities:
         """What these settings give."""
+        # Whether a token stays what and where it was when it was written.
+        stays = not self.running_confidence and self.lengths is None
         return Capabilities(
             stochastic=True,
-            commit_steps=not self.running_confidence,
+            commit_steps=stays,
             log_probs=True,
-            states=True,
-            left_to_right=self.layout.widest == 1 and not self.running_confidence,
+            states=self.cache is None and self.lengths is None,
+            left_to_right=self.layout.widest == 1 and stays,
             tree=self._tree is not None,
             group_size=None if self._tree is None else self._tree.leaves,
         )
@@ -229,7 +262,9 @@ class BuiltinBackend:
             ValueError: no prompt, an empty one, not one seed for each, or states asked for that are not recorded.
         """
         if record_states and not self.capabilities.states:
-            raise ValueError("these sampler settings record no states; `capabilities` says so")
+            raise ValueError(
+                "states are recorded where every pass reads a whole canvas of one length: set cache and lengths to null"
+            )
         if self._policy is None:
             raise RuntimeError("the built-in backend has no policy yet: call update_weights before generate")
         _check_prompts(prompts, seeds)
@@ -275,23 +310,32 @@ class BuiltinBackend:
     ) -> Run:
         canvas = masked_canvas(prompts, self.layout, policy.mask_token_id, policy.pad_token_id, device)
         canvas.leaves_masks = self.ends is not None and self.ends.contested
+        if self.lengths is not None:
+            block_length = self.block_length or self.max_new_tokens
+            canvas.vary(self.lengths.initial, block_length, self.lengths.probes)
         if self.running_confidence:
             canvas.remember_scores()
         streams, history = Streams(seeds), History() if record_states else None
         growth = None if self._tree is None else Growth(self._tree, canvas, streams, history)
         return Run(policy, canvas, streams, self.stats, history, growth)
 
+    def _forward(self) -> Forward:
+        if self.cache is None:
+            return FullForward(self.cfg_scale)
+        return CachedForward(self.cache, self.cache_refresh, reads_left_context=not self.first_column_first)
+
     def _denoiser(self, policy: PolicyModel) -> Denoiser:
         score = score_of(self.remasking)
         plan = self._steps if isinstance(self._steps, Plan) else None
         return Denoiser(
-            forward=FullForward(self.cfg_scale),
+            forward=self._forward(),
             sampler=TokenSampler(self.temperature, self.top_p, self.top_k),
             score=DeferredEnds(score, policy.stop_token_ids) if self.defer_eos else score,
             steps=self._steps,
             sampled_score=self.score_from == "sampled",
             order_temperature=self.order_temperature,
             ends=self.ends,
+            lengths=self.lengths,
             contested=plan if self.ends is not None and self.ends.contested else None,
             remask=plan if self.running_confidence else None,
             suppressed_ids=(policy.eos_token_id,) if self.suppress_eos else (),

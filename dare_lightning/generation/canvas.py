@@ -56,14 +56,17 @@ class Canvas:
         commit_step: int64 [B, G], the row's own forward pass that wrote the token; -1 where none did.
         commit_log_probs: float32 [B, G].
         forward_passes: int64 [B], passes the row has made.
-        block: int64 [B], the block each row works on.
+        block: int64 [B], the block each row works on; stays 0 where lengths vary.
+        position: int64 [B], first response column of that block.
         step: int64 [B], planned steps the row has made in that block, with those that needed no pass.
         entered: int64 [B], passes the row had made when it entered the block.
         block_masks: int64 [B], masks the block held when the row entered it.
         alike, alike_at: int64 [B], a row that holds the same canvas after the same number of passes, and that number.
         bounds, first_steps: int64 [K + 1], see `Layout`.
+        pad_token_id: stands where nothing exists.
         widest: columns of the longest block a row works on.
         running: float64 [B, G], the score of each token when it was written; None where no token is hidden again.
+        probing: bool [B], rows that look for their length and commit nothing; None where lengths are fixed.
         leaves_masks: a row leaves its block after the planned steps even if masks are left.
     """
 
@@ -75,6 +78,7 @@ class Canvas:
     commit_log_probs: Tensor
     forward_passes: Tensor
     block: Tensor
+    position: Tensor
     step: Tensor
     entered: Tensor
     block_masks: Tensor
@@ -82,8 +86,10 @@ class Canvas:
     alike_at: Tensor
     bounds: Tensor
     first_steps: Tensor
+    pad_token_id: int
     widest: int
     running: Tensor | None = None
+    probing: Tensor | None = None
     leaves_masks: bool = False
 
     @property
@@ -98,9 +104,9 @@ class Canvas:
 
     def window(self, rows: Tensor) -> Window:
         """The blocks these rows work on; where tokens are hidden again, everything up to the end of the block."""
-        block = self.block[rows]
-        start = self.bounds[block] if self.running is None else torch.zeros_like(block)
-        end = torch.minimum(self.bounds[block + 1], self.length[rows])
+        start = self.position[rows] if self.running is None else torch.zeros_like(rows)
+        end = self.bounds[self.block[rows] + 1] if self.probing is None else self.position[rows] + self.widest
+        end = torch.minimum(end, self.length[rows])
         return Window(rows, start, end, self.forward_passes[rows] == self.entered[rows])
 
     def open(self, window: Window) -> Tensor:
@@ -155,22 +161,80 @@ class Canvas:
         self.commit_step[row, column] = -1
         self.commit_log_probs[row, column] = 0.0
 
-    def advance(self, rows: Tensor) -> Tensor:
-        """Move rows whose block is complete to their next block; returns the rows that have one left."""
+    def advance(self, rows: Tensor) -> None:
+        """Count a step, and move rows whose block is complete to the next block that has masks, or to the end."""
         self.step[rows] += 1
-        done = ~self.open(self.window(rows)).any(1)
+        window = self.window(rows)
+        done = ~self.open(window).any(1)
         if self.leaves_masks:
             place = self.place(rows)
             done |= place.step >= place.steps
-        complete = rows[done]
+        complete, end = rows[done], window.end[done]
         while len(complete) > 0:
-            self.block[complete] += 1
+            self.position[complete] = end
             self.step[complete] = 0
             self.entered[complete] = self.forward_passes[complete]
-            complete = complete[self.bounds[self.block[complete]] < self.length[complete]]
-            self.block_masks[complete] = self.open(self.window(complete)).sum(1)
-            complete = complete[self.block_masks[complete] == 0]
-        return rows[self.bounds[self.block[rows]] < self.length[rows]]
+            complete = complete[self.unfinished(complete)]
+            if self.probing is None:
+                self.block[complete] += 1
+            window = self.window(complete)
+            self.block_masks[complete] = self.open(window).sum(1)
+            empty = self.block_masks[complete] == 0
+            complete, end = complete[empty], window.end[empty]
+
+    def unfinished(self, rows: Tensor) -> Tensor:
+        """bool [n]: these rows have a block left."""
+        return self.position[rows] < self.length[rows]
+
+    def vary(self, initial: int, block_length: int, probes: bool) -> None:
+        """Begin with fewer columns, and let them become more or fewer."""
+        count, prompt = len(self.ids), self.prompt_width
+        self.widest = block_length
+        self.probing = torch.full((count,), probes and initial < self.masked.shape[1], device=self.ids.device)
+        if self.attention_mask is None:
+            self.attention_mask = torch.ones_like(self.ids, dtype=torch.bool)
+        self.length[:] = initial
+        self.masked[:, initial:] = False
+        self.attention_mask[:, prompt + initial :] = False
+        self.response[:, initial:] = self.pad_token_id
+
+    def resize(self, rows: Tensor, length: Tensor, token: int, masks: bool = True) -> None:
+        """Give rows int64 [n] these lengths int64 [n], at least 1 and at most G.
+
+        New columns hold the token; `masks` says whether that is the mask token, which is still to be written over.
+        """
+        before, length = self.length[rows], length.clamp(1, self.masked.shape[1])
+        columns = torch.arange(self.masked.shape[1], device=self.ids.device)
+        exists = columns < length[:, None]
+        new = exists & (columns >= before[:, None])
+        masked = self.masked[rows] & exists
+        self._put(rows, torch.where(new, token, self.response[rows]), masked | new if masks else masked)
+        self.commit_step[rows] = self.commit_step[rows].masked_fill(~exists, -1)
+        self.commit_log_probs[rows] = self.commit_log_probs[rows].masked_fill(~exists, 0.0)
+        self._set_length(rows, length)
+
+    def insert(self, rows: Tensor, column: Tensor, count: int, token: int) -> None:
+        """Put `count` columns with the mask token behind one column of each row; what falls off the end is lost."""
+        columns = torch.arange(self.masked.shape[1], device=self.ids.device)
+        new = (columns > column[:, None]) & (columns <= column[:, None] + count)
+        source = torch.where(columns > column[:, None], columns - count, columns).clamp(min=0)
+        self._put(rows, self.response[rows].gather(1, source), self.masked[rows].gather(1, source))
+        self._put(rows, self.response[rows].masked_fill(new, token), self.masked[rows] | new)
+        self.commit_step[rows] = self.commit_step[rows].gather(1, source).masked_fill(new, -1)
+        self.commit_log_probs[rows] = self.commit_log_probs[rows].gather(1, source).masked_fill(new, 0.0)
+        self._set_length(rows, (self.length[rows] + count).clamp(max=self.masked.shape[1]))
+
+    def _put(self, rows: Tensor, tokens: Tensor, masked: Tensor) -> None:
+        self.response[rows] = tokens
+        self.masked[rows] = masked
+
+    def _set_length(self, rows: Tensor, length: Tensor) -> None:
+        assert self.attention_mask is not None  # made by `vary`
+        self.length[rows] = length
+        self.position[rows] = torch.minimum(self.position[rows], length)
+        exists = torch.arange(self.masked.shape[1], device=self.ids.device) < length[:, None]
+        self.attention_mask[rows, self.prompt_width :] = exists
+        self.response[rows] = self.response[rows].masked_fill(~exists, self.pad_token_id)
 
     def answered(self, rows: Tensor, stop_token_ids: tuple[int, ...]) -> Tensor:
         """bool [rows]: an end token is written and so is everything before it."""
@@ -180,7 +244,7 @@ class Canvas:
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Make rows `target` int64 [n] hold what rows `source` int64 [n] hold, and remember that they are alike."""
         columns = [self.ids, self.masked, self.length, self.commit_step, self.commit_log_probs, self.forward_passes]
-        columns += [self.block, self.step, self.entered, self.block_masks]
+        columns += [self.block, self.position, self.step, self.entered, self.block_masks]
         columns += [column for column in (self.attention_mask, self.running) if column is not None]
         for column in columns:
             column[target] = column[source]
@@ -234,6 +298,7 @@ def masked_canvas(
         commit_log_probs=torch.zeros(count, new_tokens, device=device),
         forward_passes=zeros.clone(),
         block=zeros.clone(),
+        position=zeros.clone(),
         step=zeros.clone(),
         entered=zeros.clone(),
         block_masks=torch.full_like(zeros, layout.bounds[1]),
@@ -241,5 +306,6 @@ def masked_canvas(
         alike_at=zeros.clone(),
         bounds=torch.tensor(layout.bounds, device=device),
         first_steps=torch.tensor(layout.first_steps, device=device),
+        pad_token_id=pad_token_id,
         widest=layout.widest,
     )

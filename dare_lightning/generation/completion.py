@@ -96,7 +96,7 @@ def to_batch(
     there = torch.ones_like(answer)
     if responses.length is not None:
         there = torch.arange(answer.shape[1]) < responses.length[:, None]
-    answer = answer & there
+        answer = answer & there
     written = answer if eos_policy == "truncate" else there
     counted = there if eos_policy == "keep" else answer
     nothing = torch.zeros_like(exists)

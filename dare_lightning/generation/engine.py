@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from dare_lightning.families.base import PolicyModel
 from dare_lightning.generation.canvas import Canvas, Window
 from dare_lightning.generation.history import History
+from dare_lightning.generation.lengths import LengthPolicy, Outcome
 from dare_lightning.generation.sampling import RowStreams, Streams, TokenSampler, chosen_log_probs, without_tokens
 from dare_lightning.generation.schedule import Plan, StepPolicy
 from dare_lightning.generation.scores import EndScore, Score, contested, perturbed
@@ -68,8 +69,10 @@ class FullForward:
         rows, shared = window.rows, None
         if (found := canvas.representatives(rows)) is not None:
             rows, shared = found
-        ids = canvas.ids[rows]
-        mask = None if canvas.attention_mask is None else canvas.attention_mask[rows]
+        # Where lengths vary, nothing exists behind the longest row.
+        width = None if canvas.probing is None else canvas.prompt_width + int(canvas.length[rows].max())
+        ids = canvas.ids[rows, :width]
+        mask = None if canvas.attention_mask is None else canvas.attention_mask[rows, :width]
         copies = 1
         if self.cfg_scale > 0:
             copies = 2
@@ -99,13 +102,15 @@ class Proposal:
         tokens: int64.
         score: how early each should be committed.
         log_probs: log softmax of the policy's own logits at the tokens.
-        probability: of the token under the distribution it was drawn from; None where nothing is recorded.
+        probability: of the token under the distribution it was drawn from; only where passes are recorded.
+        ends: probability of the end-of-text token where it is the most likely one; only where lengths vary.
     """
 
     tokens: Tensor
     score: Tensor
     log_probs: Tensor
     probability: Tensor | None
+    ends: Tensor | None
 
 
 @dataclass
@@ -139,6 +144,7 @@ class Denoiser:
         order_temperature: above 0, positions are drawn from softmax(score / order_temperature), not taken in order.
         ends: another score for end-of-text proposals; None for none.
         contested: the plan by which written end-of-text tokens compete with those; None where they do not.
+        lengths: decides how long each response is; None where all are as long as the canvas.
         remask: the plan by which tokens are hidden again; None where what is written stays.
         suppressed_ids: tokens that are never written besides the mask token, and that confidence does not know.
         stop_token_ids: a row also leaves when one of these is written and so is everything before it; empty for
@@ -154,6 +160,7 @@ class Denoiser:
     order_temperature: float = 0.0
     ends: EndScore | None = None
     contested: Plan | None = None
+    lengths: LengthPolicy | None = None
     remask: Plan | None = None
     suppressed_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -169,8 +176,11 @@ class Denoiser:
             self._skip_idle(canvas, rows)
             if run.growth is not None:
                 rows = run.growth.branch(rows)
-            self._pass(run, canvas.window(rows))
-            rows = canvas.advance(rows)
+            outcome = self._pass(run, canvas.window(rows))
+            canvas.advance(rows)
+            if self.lengths is not None and outcome is not None:
+                self.lengths.adjust(canvas, outcome, run.policy.mask_token_id, run.policy.eos_token_id)
+            rows = rows[canvas.unfinished(rows)]
             if self.stop_token_ids:
                 rows = rows[~canvas.answered(rows, self.stop_token_ids)]
             run.tick()
@@ -186,8 +196,8 @@ class Denoiser:
         if idle is not None:
             canvas.step[rows] += idle
 
-    def _pass(self, run: Run, window: Window) -> None:
-        """One forward pass of these rows, and what it commits."""
+    def _pass(self, run: Run, window: Window) -> Outcome | None:
+        """One forward pass of these rows, and what it commits; None where no row needs one."""
         canvas = run.canvas
         needs_order = self.score.random or self.order_temperature > 0
         order_draws = _spread(run.streams.order, canvas, window) if needs_order else None
@@ -196,22 +206,38 @@ class Denoiser:
             busy = self.steps.select(order_draws, canvas.open(window), canvas.place(window.rows)).any(1)
             window, order_draws = window.of(busy), order_draws[busy]
             if len(window.rows) == 0:
-                return
+                return None
         rows, open_ = window.rows, canvas.open(window)
+        if canvas.probing is not None:
+            open_ = open_ & ~canvas.probing[rows, None]
+        masked, states = canvas.masked[rows], canvas.response[rows]
         token_draws = self._token_draws(run, window, open_) if self.sampler.temperature > 0 else None
-        wanted = open_ if run.history is None else canvas.masked[rows]
+        wanted = self._wanted(run, window, open_, masked)
         hidden = self.forward.hidden(run.policy, canvas, window, run.stats)
         proposal = self._propose(run, hidden, wanted, token_draws, order_draws if self.score.random else None)
         if run.history is not None:
-            states = canvas.response[rows]
             assert proposal.probability is not None  # asked for by the history
-            run.history.record(rows, states, torch.where(wanted, proposal.tokens, states), proposal.probability)
-        self._commit(run, window, proposal, order_draws)
+            run.history.record(rows, states, torch.where(masked, proposal.tokens, states), proposal.probability)
+        chosen = self._commit(run, window, open_, proposal, order_draws)
+        ends = torch.zeros_like(proposal.score) if proposal.ends is None else proposal.ends
+        return Outcome(rows, open_, masked, chosen, proposal.score, ends)
 
-    def _commit(self, run: Run, window: Window, proposal: Proposal, order_draws: Tensor | None) -> None:
-        """Choose among the proposals of the block, write, and hide again where that is the rule."""
+    def _wanted(self, run: Run, window: Window, open_: Tensor, masked: Tensor) -> Tensor:
+        """bool [n, G]: the positions whose logits are looked at."""
+        if run.history is not None:
+            return masked
+        if self.lengths is None:
+            return open_
+        columns = torch.arange(open_.shape[1], device=open_.device)
+        exists = columns < run.canvas.length[window.rows, None]
+        return open_ | (exists & self.lengths.measured(run.canvas, window.rows)[:, None])
+
+    def _commit(
+        self, run: Run, window: Window, open_: Tensor, proposal: Proposal, order_draws: Tensor | None
+    ) -> Tensor:
+        """Choose among the open proposals, write, and hide again where that is the rule; what was written, [n, G]."""
         canvas, rows = run.canvas, window.rows
-        open_, place, score = canvas.open(window), canvas.place(window.rows), proposal.score
+        place, score = canvas.place(rows), proposal.score
         if self.ends is not None:
             score = self.ends.adjust(score, proposal.tokens == run.policy.eos_token_id, place, self.planned_steps)
         if self.order_temperature > 0:
@@ -221,13 +247,14 @@ class Denoiser:
             left = self.remask.masks_left(place)
             canvas.commit(rows, open_, proposal.tokens, proposal.log_probs)
             canvas.hide(rows, score, open_, left, run.policy.mask_token_id)
-            return
+            return open_
         if self.contested is not None:
             written = (canvas.response[rows] == run.policy.eos_token_id) & ~canvas.masked[rows]
             chosen = contested(self.contested, score, open_, written, place, window.columns())
         else:
             chosen = self.steps.select(score, open_, place)
         canvas.commit(rows, chosen, proposal.tokens, proposal.log_probs)
+        return chosen
 
     def _token_draws(self, run: Run, window: Window, open_: Tensor) -> Tensor:
         """One uniform number for each position, float64 [n, G]; those that are only recorded disturb no other."""
@@ -246,29 +273,52 @@ class Denoiser:
         vocabulary = run.policy.logits(needed[0][:0]).shape[-1]
         size = max(1, MAX_LOGITS // vocabulary)
         pieces = []
-        for start in range(0, len(row), size):
+        for start in range(0, max(1, len(row)), size):
             piece = slice(start, start + size)
             logits = [run.policy.logits(states[piece]) for states in needed]
             pieces.append(self._score_piece(run, logits, *[None if d is None else d[piece] for d in draws]))
-        tokens, score, log_probs, *rest = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-        return Proposal(
-            tokens=_scatter(wanted, tokens),
-            score=_scatter(wanted, score),
-            log_probs=_scatter(wanted, log_probs),
-            probability=_scatter(wanted, rest[0]) if rest else None,
-        )
+        return _assembled(wanted, pieces)
 
     def _score_piece(
         self, run: Run, logits: list[Tensor], token_draws: Tensor | None, order_draws: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    ) -> Proposal:
+        """The same for positions in a row, [N] each."""
         logits = [piece.to(torch.promote_types(piece.dtype, torch.float32)) for piece in logits]
         clean = without_tokens(self.forward.mix(logits), self.suppressed_ids)
         drawn_from = self.sampler.distribution(clean, run.policy.mask_token_id)
         tokens = self.sampler.draw(drawn_from, run.policy.mask_token_id, token_draws)
         # The mask token is never written, yet keeps its share of the probability, as in the published confidence.
         score = self.score.score(drawn_from if self.sampled_score else clean, tokens, order_draws)
-        found = tokens, score, chosen_log_probs(logits[0], tokens)
-        return found if run.history is None else (*found, chosen_log_probs(drawn_from, tokens).exp())
+        log_probs = chosen_log_probs(logits[0], tokens)
+        probability = None if run.history is None else chosen_log_probs(drawn_from, tokens).exp()
+        ends = None if self.lengths is None else _end_probability(clean, run.policy.eos_token_id)
+        return Proposal(tokens, score, log_probs, probability, ends)
+
+
+def _assembled(wanted: Tensor, pieces: Sequence[Proposal]) -> Proposal:
+    """The pieces put where `wanted`, bool [n, G], is True, row by row; 0 elsewhere."""
+
+    def column(parts: Sequence[Tensor]) -> Tensor:
+        values = torch.cat(list(parts))
+        return torch.zeros(wanted.shape, dtype=values.dtype, device=values.device).masked_scatter(wanted, values)
+
+    def optional(parts: Sequence[Tensor | None]) -> Tensor | None:
+        found = [part for part in parts if part is not None]
+        return column(found) if found else None
+
+    return Proposal(
+        tokens=column([piece.tokens for piece in pieces]),
+        score=column([piece.score for piece in pieces]),
+        log_probs=column([piece.log_probs for piece in pieces]),
+        probability=optional([piece.probability for piece in pieces]),
+        ends=optional([piece.ends for piece in pieces]),
+    )
+
+
+def _end_probability(logits: Tensor, eos_token_id: int) -> Tensor:
+    """The probability of this token where it is the most likely one, 0 elsewhere: float [N, V] -> [N]."""
+    end = torch.full((len(logits),), eos_token_id, device=logits.device)
+    return torch.where(logits.argmax(-1) == end, chosen_log_probs(logits, end).exp(), 0.0)
 
 
 def _spread(streams: RowStreams, canvas: Canvas, window: Window) -> Tensor:
@@ -278,8 +328,3 @@ def _spread(streams: RowStreams, canvas: Canvas, window: Window) -> Tensor:
     """
     columns = torch.arange(canvas.masked.shape[1], device=canvas.ids.device) - window.start[:, None]
     return streams.uniform(window.rows, canvas.widest).gather(1, columns.clamp(0, canvas.widest - 1))
-
-
-def _scatter(where: Tensor, values: Tensor) -> Tensor:
-    """Values [N] put where True, row by row; 0 elsewhere."""
-    return torch.zeros(where.shape, dtype=values.dtype, device=values.device).masked_scatter(where, values)
