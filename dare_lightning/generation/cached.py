@@ -31,6 +31,7 @@ class CachedForward:
 
     Args:
         kind: what is kept.
+        refresh_every: passes of a block after which the whole canvas is read again; None for once a block.
         reads_left_context: read what the family needs on the left of a piece as well (see `PolicyModel.left_context`);
             False leaves the first state of the piece as it comes, as published code for Dream does.
 
@@ -38,6 +39,7 @@ class CachedForward:
     """
 
     kind: CacheKind
+    refresh_every: int | None = None
     reads_left_context: bool = True
     _cache: KeyValueCache | None = field(default=None, init=False, repr=False)
 
@@ -46,10 +48,13 @@ class CachedForward:
         if self._cache is None:
             self._cache = KeyValueCache(*canvas.ids.shape)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
-        fresh = window.fresh.nonzero().flatten()
-        if len(fresh) > 0:
-            found.append(self._whole(policy, canvas, window, fresh, stats))
-        for places in self._pieces(window):
+        fresh = window.fresh
+        if self.refresh_every is not None:
+            made = canvas.forward_passes[window.rows] - canvas.entered[window.rows]
+            fresh = made % self.refresh_every == 0
+        if bool(fresh.any()):
+            found.append(self._whole(policy, canvas, window, fresh.nonzero().flatten(), stats))
+        for places in self._pieces(window, (~fresh).nonzero().flatten()):
             found.append(self._piece(policy, canvas, window, places, stats))
         width = found[0][2].shape[-1]
         states = found[0][2].new_zeros(len(window.rows), canvas.masked.shape[1], width)
@@ -77,9 +82,8 @@ class CachedForward:
         written = torch.arange(hidden.shape[1], device=rows.device).expand(len(rows), -1)
         return places, written, hidden
 
-    def _pieces(self, window: Window) -> list[Tensor]:
-        """Places of the rows that read a piece, those of one width together."""
-        later = (~window.fresh).nonzero().flatten()
+    def _pieces(self, window: Window, later: Tensor) -> list[Tensor]:
+        """The places of the window that read a piece, those of one width together."""
         size = (window.end - window.start if self.kind == "dual" else -window.start)[later]
         return [later[size == value] for value in size.unique()]
 
@@ -153,18 +157,25 @@ class FirstColumnFirst:
         return torch.where((place.step == 0)[:, None], first, self.inner.select(score, open_, begun))
 
 
-def check_cache(kind: str | None, settings: dict[str, Any]) -> None:
+def check_cache(kind: str | None, refresh_every: int | None, settings: dict[str, Any]) -> None:
     """Refuse settings that a cache cannot serve.
 
     Args:
         kind: "prefix", "dual", or None for no cache.
+        refresh_every: see `CachedForward`.
         settings: name -> value of what needs every column in every pass; a value that is set is refused.
 
     Raises:
-        ValueError: no such cache, or one of the settings is on.
+        ValueError: no such cache, one of the settings is on, or passes are counted without a cache.
     """
     if kind is None:
+        if refresh_every is not None:
+            raise ValueError(
+                f"cache_refresh={refresh_every} says when a cache is filled anew; set cache to prefix or dual"
+            )
         return
+    if refresh_every is not None and refresh_every < 1:
+        raise ValueError(f"cache_refresh={refresh_every} must be at least 1 pass, or null for once a block")
     if kind not in CACHE_KINDS:
         raise ValueError(f"cache={kind!r} is not one of {', '.join(CACHE_KINDS)}; null reads everything in every pass")
     for name, value in settings.items():

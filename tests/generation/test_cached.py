@@ -92,6 +92,21 @@ def test_the_prefix_cache_reads_the_block_and_what_follows(policy: Any) -> None:
     assert stats.tokens == 2 * 11 + 3 * (8 + policy.left_context) + 3 * (4 + policy.left_context)
 
 
+def test_a_cache_filled_anew_in_every_pass_is_exact(policy: Any) -> None:
+    settings = {"max_new_tokens": 8, "block_length": 4, "steps": 8}
+    exact, whole = _answers(policy, PROMPTS, **settings)
+    cached, stats = _answers(policy, PROMPTS, cache="dual", cache_refresh=1, **settings)
+    _assert_equal(cached, exact)
+    assert stats.tokens == whole.tokens
+
+
+def test_a_cache_is_filled_anew_after_as_many_passes_as_asked(policy: Any) -> None:
+    settings = {"max_new_tokens": 8, "steps": 8, "cache": "dual", "cache_refresh": 3}
+    _, stats = _answers(policy, [[8, 9, 10]], **settings)
+    # Passes 0, 3 and 6 read everything.
+    assert stats.tokens == 3 * 11 + 5 * (8 + policy.left_context)
+
+
 def test_copied_rows_of_a_cache_hold_the_same() -> None:
     cache = KeyValueCache(3, 4)
     keys = torch.randn(1, 2, 4, 5)
@@ -108,6 +123,8 @@ def test_copied_rows_of_a_cache_hold_the_same() -> None:
         ({"cache": "suffix"}, "cache='suffix' is not one of prefix, dual"),
         ({"cache": "dual", "cfg_scale": 1.5}, "cache=dual cannot serve cfg_scale=1.5"),
         ({"cache": "prefix", "tree": [2, 2]}, r"cache=prefix cannot serve tree=\[2, 2\]"),
+        ({"cache_refresh": 2}, "cache_refresh=2 says when a cache is filled anew"),
+        ({"cache": "dual", "cache_refresh": 0}, "cache_refresh=0 must be at least 1 pass"),
         ({"first_column_first": True}, "first_column_first=true is a rule of cached decoding"),
     ],
 )
