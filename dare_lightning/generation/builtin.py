@@ -118,7 +118,7 @@ class BuiltinBackend:
         self._check_parts()
         self._tree: Tree | None = None
         if self.tree is not None:
-            self._tree = check_tree(self.tree, self.layout.steps, self._steps.planned)
+            self._tree = check_tree(self.tree, self.layout, self._steps)
         self.stats = Stats()
         self.version: int | None = None
         self._policy: PolicyModel | None = None

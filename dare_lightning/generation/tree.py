@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from dare_lightning.generation.canvas import Canvas
 from dare_lightning.generation.history import History
+from dare_lightning.generation.layout import Layout
 from dare_lightning.generation.sampling import Streams
+from dare_lightning.generation.schedule import Place, StepPolicy
 
 
 @dataclass(frozen=True)
@@ -98,19 +101,20 @@ class Growth:
             self._history.copy(source, target)
 
 
-def check_tree(levels: Sequence[int], steps: int, planned: bool) -> Tree:
+def check_tree(levels: Sequence[int], layout: Layout, policy: StepPolicy) -> Tree:
     """The tree of these settings.
 
     Raises:
-        ValueError: no level, one without children, steps that are not a multiple of the levels, or no planned steps.
+        ValueError: no level, one without children, steps that are not a multiple of the levels, or steps that are not
+            one forward pass each, so that the passes that wrote the tokens do not tell where nodes branch.
     """
-    found = tuple(levels)
+    found, steps, name = tuple(levels), layout.steps, type(policy).__name__
     if not found or any(children < 1 for children in found):
         raise ValueError(f"tree={list(found)} must name the children at each level, at least one each, such as [4, 4]")
-    if not planned:
+    if not policy.planned or policy.compares_probabilities or policy.needs_random_order:
         raise ValueError(
-            "a tree branches at a share of the planned steps, and this step policy plans none; choose one with steps, "
-            "such as the even schedule"
+            f"a tree branches at a share of the planned steps, and {name} does not keep to a plan; use the even "
+            "schedule"
         )
     if steps % len(found):
         below = steps - steps % len(found)
@@ -118,7 +122,28 @@ def check_tree(levels: Sequence[int], steps: int, planned: bool) -> Tree:
             f"steps={steps} is not a multiple of the {len(found)} levels of tree={list(found)}; "
             f"{below + len(found)} would be"
         )
+    if not _every_step_commits(layout, policy):
+        raise ValueError(
+            f"a tree needs a forward pass for each of its steps={steps}, and {name} has steps here that commit "
+            "nothing; use the even schedule with at most as many steps as tokens"
+        )
     return Tree(found, steps)
+
+
+def _every_step_commits(layout: Layout, policy: StepPolicy) -> bool:
+    """Whether each planned step of each block writes something, and the last what is left."""
+    for block, (start, end) in enumerate(pairwise(layout.bounds)):
+        first, after = layout.first_steps[block : block + 2]
+        open_ = torch.ones(1, end - start, dtype=torch.bool)
+        for step in range(after - first):
+            place = Place(*(torch.tensor([value]) for value in (end - start, step, after - first, first)))
+            chosen = policy.select(torch.zeros(open_.shape), open_, place)
+            if not bool(chosen.any()):
+                return False
+            open_ = open_ & ~chosen
+        if bool(open_.any()):
+            return False
+    return True
 
 
 def check_groups(tree: Tree, prompts: Sequence[Sequence[int]]) -> None:

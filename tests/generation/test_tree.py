@@ -5,7 +5,8 @@ import torch
 
 from dare_lightning.callbacks.rollout import RolloutCallback
 from dare_lightning.generation.builtin import BuiltinBackend
-from dare_lightning.generation.threshold import ConfidenceThreshold
+from dare_lightning.generation.schedule import AscendingSchedule, DreamSchedule, OriginSchedule
+from dare_lightning.generation.threshold import ConfidenceThreshold, QuotaThreshold
 from tests.equalities.conftest import Online
 from tests.tiny import MASK
 
@@ -79,6 +80,15 @@ def test_a_node_that_ends_before_it_branches_is_all_its_leaves(backend, policy):
     assert not bool((batch.ids == MASK).any())
 
 
+def test_plans_that_write_at_every_step_grow_trees(backend):
+    for schedule, steps in ((DreamSchedule(), 6), (AscendingSchedule(2), 4)):
+        settings = {"schedule": schedule, "steps": steps, "block_length": None}
+        batch = backend(**TREE | settings).generate(PROMPTS[:6], SEEDS[:6])
+        early = torch.where(batch.commit_step < steps // 2, batch.ids, MASK)
+        assert len(early.unique(dim=0)) == 2
+        assert len(batch.ids.unique(dim=0)) == 6
+
+
 def test_greedy_leaves_are_one_completion(backend):
     batch = backend(**TREE | {"temperature": 0.0}).generate(PROMPTS[:6], SEEDS[:6])
     assert len(batch.ids.unique(dim=0)) == 1
@@ -90,7 +100,11 @@ def test_greedy_leaves_are_one_completion(backend):
         ({"tree": []}, r"tree=\[\] must name the children at each level"),
         ({"tree": [2, 0]}, r"tree=\[2, 0\] must name the children"),
         ({"tree": [2, 2, 2]}, r"steps=8 is not a multiple of the 3 levels of tree=\[2, 2, 2\]; 9 would be"),
-        ({"schedule": ConfidenceThreshold(), "steps": None}, "a tree branches at a share of the planned steps"),
+        ({"schedule": ConfidenceThreshold(), "steps": None}, "ConfidenceThreshold does not keep to a plan"),
+        ({"schedule": QuotaThreshold()}, "QuotaThreshold does not keep to a plan"),
+        ({"schedule": OriginSchedule(), "remasking": "random"}, "OriginSchedule does not keep to a plan"),
+        ({"steps": 32}, "EvenSchedule has steps here that commit nothing.*at most as many steps as tokens"),
+        ({"schedule": DreamSchedule(), "steps": 16}, "DreamSchedule has steps here that commit nothing"),
     ],
 )
 def test_bad_trees_are_refused(settings, message):
