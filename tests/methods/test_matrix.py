@@ -5,7 +5,8 @@ Families are found by their tiny builders, methods by their files in conf/; neit
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import pytest
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 import dare_lightning.conf
 from dare_lightning.cli.compose import compose
+from dare_lightning.cli.tree import ConfTree
 from dare_lightning.families.adapters import LoRA
 from dare_lightning.families.load import families
 from dare_lightning.generation.base import GenerationBackend
@@ -26,42 +28,70 @@ from dare_lightning.methods.base import DiffusionPolicyModule
 from dare_lightning.replay.batch import SequenceBatch
 from tests.tiny import TINY_BUILDERS
 
+# Files without a class of their own are presets of another: other numbers, built by test_configs.
 METHODS = sorted(
     path.stem
     for path in (Path(str(dare_lightning.conf.__file__)).parent / "method").glob("*.yaml")
-    if not path.stem.startswith("_")
+    if not path.stem.startswith("_") and "_target_" in OmegaConf.load(path)
 )
-SMALL = ["scale=tiny", "completion.max_new_tokens=8", "completion.steps=4", "completion.block_length=4"]
-# Two answers to each of two prompts of different lengths: one pair is padded.
-PROMPTS = [[9, 8, 7], [9, 8, 7], [12, 9, 30, 31, 11], [12, 9, 30, 31, 11]]
-REWARDS = torch.tensor([1.0, 0.25, 0.0, 0.5])
+SMALL = ["scale=tiny", "completion.max_new_tokens=4", "completion.steps=2", "completion.block_length=2"]
+# Prompts of different lengths: the answers to one of them are padded.
+PROMPTS = ([9, 8, 7], [12, 9, 30, 31, 11])
 
 
 @cache
 def configured(method: str) -> DictConfig:
-    """A fit by this method, with short completions."""
-    return compose("fit", [f"method={method}", *SMALL])
+    """A fit by this method, with short completions and few noisy rows."""
+    cfg = compose("fit", [f"method={method}", *SMALL])
+    if "samples" in cfg.method:
+        cfg.method.samples = min(cfg.method.samples, 4)
+    return cfg
 
 
-def sampled(policy: Any, backend: GenerationBackend, method: DiffusionPolicyModule) -> SequenceBatch:
-    """Rewarded answers of the policy; what a method learns from, online or not."""
+@cache
+def rollouts() -> list[DictConfig]:
+    """Every backend of conf/rollout."""
+    names = [name for name in ConfTree().options("rollout") if name != "none"]
+    return [compose("fit", [f"rollout={name}", *SMALL]).rollout.backend for name in names]
+
+
+def backend_for(policy: Any, method: DiffusionPolicyModule, cfg: DictConfig) -> GenerationBackend:
+    """The configured backend; for a block family the first that serves it and the method's needs."""
+    if policy.block_length is None:
+        return instantiate(cfg.rollout.backend) if cfg.get("rollout") else BuiltinBackend(steps=2, max_new_tokens=4)
+    for node in rollouts():
+        try:
+            backend: GenerationBackend = instantiate(node)
+            backend.validate(policy)
+        except (ValueError, InstantiationException):
+            continue
+        if all(asdict(backend.capabilities)[need] for need in method.needs):
+            return backend
+    pytest.skip("no rollout of conf/rollout serves this family and this method")
+
+
+def sampled(policy: Any, backend: GenerationBackend, method: DiffusionPolicyModule, leaves: int) -> SequenceBatch:
+    """Rewarded answers of the policy, `leaves` to each prompt; what a method learns from, online or not."""
     backend.validate(policy)
     backend.update_weights(policy, version=0)
-    batch = backend.generate(PROMPTS, [3, 4, 5, 6], record_states="states" in method.needs)
-    batch = replace(batch, group_index=torch.tensor([0, 0, 1, 1]), reward=REWARDS)
+    count = leaves * len(PROMPTS)
+    prompts = [prompt for prompt in PROMPTS for _ in range(leaves)]
+    batch = backend.generate(prompts, range(count), record_states="states" in method.needs)
+    reward = torch.linspace(1, 0, count) ** 2
+    batch = replace(batch, group_index=torch.arange(count) // leaves, reward=reward)
     if not method.online:
         return batch
     if method.scores_steps:
         assert batch.proposals is not None
-        batch = replace(batch, step_rewards=torch.rand(batch.proposals.shape[:2]))
-    return method.freeze_policies(method.credit(batch), inner_epochs=2, keep_old=True)
+        batch = replace(batch, step_rewards=reward[:, None].expand(batch.proposals.shape[:2]))
+    return method.freeze_policies(method.credit(batch), inner_epochs=1, keep_old=True)
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("family", TINY_BUILDERS)
 def test_a_method_takes_two_steps_on_a_family(family: str, name: str, adapter: bool) -> None:
-    policy = TINY_BUILDERS[family](layers=2, width=16, heads=2)
+    policy = TINY_BUILDERS[family](layers=1, width=16, heads=2)
     if adapter:
         LoRA(rank=2, alpha=4.0).apply(policy)
     cfg = configured(name)
@@ -73,16 +103,16 @@ def test_a_method_takes_two_steps_on_a_family(family: str, name: str, adapter: b
         pytest.skip(f"refused by name: {refusal.__cause__}")
     method.train()
     method.keep_reference()
-    backend = instantiate(cfg.rollout.backend) if cfg.get("rollout") else BuiltinBackend(steps=4, max_new_tokens=8)
-    batch = sampled(policy, backend, method)
+    # A tree of answers wants one prompt a leaf.
+    leaves = math.prod((cfg.get("rollout") and cfg.rollout.backend.get("tree")) or [2])
+    batch = sampled(policy, backend_for(policy, method, cfg), method, leaves)
     before = {key: value.detach().clone() for key, value in policy.named_parameters()}
     optimizer = method.optimizer([parameter for parameter in policy.parameters() if parameter.requires_grad])
-    for iteration in range(2):
-        view = replace(batch, iteration=iteration)
-        rows = method.corrupt(view)
-        loss, metrics = method.loss_and_metrics(rows, replace(view, denominator=method.count(view)))
+    for step in range(2):
+        rows = method.corrupt(batch)
+        loss, metrics = method.loss_and_metrics(rows, replace(batch, denominator=method.count(batch)))
         assert loss.isfinite()
-        if iteration == 0 and "ratio_mean" in metrics:
+        if step == 0 and "ratio_mean" in metrics:
             total, weight = metrics["ratio_mean"]
             assert float(total / weight) == pytest.approx(1, abs=1e-5)
         optimizer.zero_grad()
