@@ -306,10 +306,10 @@ class DiffusionPolicyModule(L.LightningModule):
         """Held-out loss of an offline data set; held-out prompts are scored by a callback."""
         if isinstance(batch, SequenceBatch):
             rows = self.corrupt(batch)
-            counted = replace(batch, denominator=self.count(batch).to(batch.ids.device))
-            loss, _ = self.loss_and_metrics(rows, counted)
+            denominator = self.count(batch)
+            loss, _ = self.loss_and_metrics(rows, replace(batch, denominator=denominator.to(batch.ids.device)))
             # Weighed by what they were divided by, the batches' means are the mean over all of them.
-            weight = round(float(counted.denominator)) if counted.denominator.numel() == 1 else len(batch)
+            weight = round(float(denominator)) if denominator.numel() == 1 else len(batch)
             self.log("val/loss", loss, batch_size=weight, prog_bar=True, sync_dist=True)
 
     # Lightning.

@@ -140,8 +140,8 @@ class SFT(DiffusionPolicyModule):
         if not isinstance(batch, SequenceBatch):
             return
         rows = self.validation_rows(batch)
-        counted = replace(batch, denominator=self.denominator(rows, batch))
-        loss, _ = self.loss_and_metrics(rows, counted)
+        denominator = self.denominator(rows, batch)
+        loss, _ = self.loss_and_metrics(rows, replace(batch, denominator=denominator))
         # Weighed by what they were divided by, the batches' means are the mean over all of them.
-        weight = round(float(counted.denominator) * self.samples)
+        weight = round(float(denominator) * self.samples)
         self.log("val/loss", loss, batch_size=weight, prog_bar=True, sync_dist=True)
