@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -82,7 +83,7 @@ def test_one_hostile_completion_is_cut_off(reward, text):
 
 def test_a_killed_check_leaves_the_other_runners_alone(reward):
     third(reward)
-    server = psutil.Process(reward._server._process.pid)
+    server = psutil.Process(reward._server.pid)
     before = {child.pid for child in server.children()}
     reward([boxed(HOSTILE[1])], [example("1/3")])
     after = {child.pid for child in server.children()}
@@ -132,7 +133,7 @@ print(*[child.pid for child in psutil.Process().children(recursive=True)], flush
 
 def test_a_checker_that_dies_is_replaced(reward):
     third(reward)
-    reward._server._process.kill()
+    os.kill(reward._server.pid, signal.SIGKILL)
     assert third(reward) == (1.0, "right")
 
 
