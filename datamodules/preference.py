@@ -27,6 +27,11 @@ class Pair(Sample):
 
     rejected: EncodedDialogue
 
+    @property
+    def answers(self) -> tuple[EncodedDialogue, ...]:
+        """Both, the preferred one first."""
+        return (self.encoded, self.rejected)
+
 
 class PreferenceDataModule(SFTDataModule):
     """Pairs of a file or a generated task; everything else as in `SFTDataModule`, which counts samples: here pairs.

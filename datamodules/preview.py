@@ -63,7 +63,7 @@ def preview_dialogues(data: SFTDataModule, count: int) -> RenderableType:
     chosen = [data.train[position] for position in data.order(0)[:count]]
     return render_preview(
         data.policy.tokenizer,
-        [shown_dialogue(sample.encoded, sample.index) for sample in chosen],
+        [shown_dialogue(answer, sample.index) for sample in chosen for answer in sample.answers],
         {"prompt": report.prompt_tokens, "answer": report.answer_tokens},
         report.layout,
         report.dropped,

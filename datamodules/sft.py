@@ -76,6 +76,11 @@ class Sample:
     encoded: EncodedDialogue
     index: int
 
+    @property
+    def answers(self) -> tuple[EncodedDialogue, ...]:
+        """Every encoded conversation of the row."""
+        return (self.encoded,)
+
 
 class SFTDataModule(L.LightningDataModule):
     """Conversations of a file or a generated task, encoded once, shuffled by (seed, epoch).

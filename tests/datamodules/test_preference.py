@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from rich.console import Console
 
 from dare_lightning.datamodules.pairs import (
     CONTRADICTED,
@@ -22,6 +24,7 @@ from dare_lightning.datamodules.pairs import (
     to_preferences,
 )
 from dare_lightning.datamodules.preference import TOO_LONG, Pair, PreferenceDataModule
+from dare_lightning.datamodules.preview import preview_dialogues
 from dare_lightning.datamodules.sources import read_rows
 from dare_lightning.evaluation.benchmarks.sudoku import SudokuTask
 from dare_lightning.families.llada import LLaDA
@@ -201,6 +204,15 @@ def test_generated_pairs_prefer_the_solution_and_drop_equal_answers(policy: LLaD
         good, bad = (policy.tokenizer.decode(e.ids[e.prompt_length :]) for e in (pair.encoded, pair.rejected))
         assert "0" not in good
         assert "0" in bad
+
+
+def test_a_preview_shows_both_answers(policy: LLaDA, tmp_path: Path) -> None:
+    data = ready(policy, path=write(tmp_path, _rows(1)))
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(preview_dialogues(data, 1))
+    text = console.export_text()
+    assert "⟦b<|eot_id|>" in text
+    assert "⟦c<|eot_id|>" in text
 
 
 def test_one_generator_alone_is_refused(policy: LLaDA) -> None:

@@ -53,6 +53,13 @@ def test_settings_without_meaning_are_refused(method: Any, settings: dict[str, A
         build(method, TablePolicy(random_tables()), **settings)
 
 
+@pytest.mark.parametrize("method", [BGPO, VRPO])
+def test_the_levels_of_a_sequence_are_spread_evenly_over_its_rows(method: Any) -> None:
+    module = build(method, TablePolicy(random_tables()), samples=5)
+    hidden = (module.corrupt(_batch()).noisy_ids == module.policy.mask_token_id).sum(-1)  # of 10 tokens
+    assert all(counts.sort().values.diff().tolist() == [2] * 4 for counts in hidden)
+
+
 def test_timestep_weights_must_be_one_for_each_row() -> None:
     policy = TablePolicy(random_tables(), block_length=4)
     with pytest.raises(ValueError, match="must be 3 numbers of at least 0"):
