@@ -124,27 +124,23 @@ class OpenCompassEval(L.Callback):
         """After every `every` optimiser steps."""
         stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if self.unit == "steps" and self.every is not None and stepped and trainer.global_step % self.every == 0:
-            self._evaluate_and_log(trainer, pl_module, on_step=True)
+            self._evaluate_and_log(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """With the validation that closes an epoch, before callbacks that monitor its metrics look at them."""
         alone = trainer.state.fn != "fit"
         if not trainer.sanity_checking and (self.at_start if alone else self._due(trainer)):
-            self._evaluate_and_log(trainer, pl_module, on_step=False)
+            self._evaluate_and_log(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """At the end of an epoch without validation."""
         if self._due(trainer):
-            self._evaluate_and_log(trainer, pl_module, on_step=False)
+            self._evaluate_and_log(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The last policy, where the run ended at a point that could not be foreseen."""
-        if not self.at_end or self._last_step == trainer.global_step:
-            return
-        metrics = self.evaluate(trainer, pl_module)
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+        if self.at_end and self._last_step != trainer.global_step:
+            self._evaluate_and_log(trainer, pl_module)
 
     def _due(self, trainer: L.Trainer) -> bool:
         done = trainer.current_epoch + 1
@@ -237,10 +233,16 @@ class OpenCompassEval(L.Callback):
             if isinstance(logger, MLflowLogger):
                 logger.log_file(file, FOLDER)
 
-    def _evaluate_and_log(self, trainer: L.Trainer, pl_module: L.LightningModule, on_step: bool) -> None:
-        for name, value in self.evaluate(trainer, pl_module).items():
-            shown = name.count("/") == 1
-            pl_module.log(name, value, on_step=on_step, on_epoch=not on_step, batch_size=1, prog_bar=shown)
+    def _evaluate_and_log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Evaluate, and show the scores to loggers and to callbacks that monitor them.
+
+        Not through `pl_module.log`, which repeats a step's value at every later step of the epoch and which the end of
+        a run does not allow.
+        """
+        metrics = self.evaluate(trainer, pl_module)
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step)
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
 
     def _operations(self, method: DiffusionPolicyModule) -> dict[str, Callable[[Sequence[Any]], list[Any]]]:
         """What every rank computes when rank 0 asks."""

@@ -171,6 +171,7 @@ def verifying_evaluator(benchmark: Benchmark) -> type:
             rows = [dict(row) for row in test_set]
             examples = [benchmark.example(row, index) for index, row in enumerate(rows)]
             answers = [benchmark.answer(text, row) for text, row in zip(predictions, rows, strict=True)]
+            verdicts = verifier(answers, examples)
             details = [
                 {
                     "pred": verdict.answer,
@@ -178,9 +179,9 @@ def verifying_evaluator(benchmark: Benchmark) -> type:
                     "correct": verdict.status == "right",
                     "status": verdict.status,
                 }
-                for example, verdict in zip(examples, verifier(answers, examples), strict=True)
+                for example, verdict in zip(examples, verdicts, strict=True)
             ]
-            share = sum(detail["correct"] for detail in details) / max(len(details), 1)
+            share = sum(verdict.status == "right" for verdict in verdicts) / max(len(verdicts), 1)
             return {"accuracy": 100 * share, "details": details}
 
     return Verifying

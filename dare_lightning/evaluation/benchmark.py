@@ -59,7 +59,7 @@ class Benchmark:
     likelihood_config: ClassVar[str | None] = None
     files: ClassVar[tuple[DataFile, ...]] = ()
     scorings: ClassVar[tuple[Scoring, ...]] = ("opencompass",)
-    subset_key: ClassVar[str] = "name"
+    subset_key: ClassVar[str] = "abbr"
     """The key of a data set's description that names its part."""
 
     def __init__(

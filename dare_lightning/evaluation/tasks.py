@@ -34,7 +34,6 @@ class TaskBenchmark(Benchmark):
 
     default_config = "(none: prompts are the task's)"
     scorings = ("verifier",)
-    subset_key = "abbr"
 
     def __init__(self, task: Task, count: int = 256, seed: int = 42, path: str | None = None, **base: Any) -> None:
         super().__init__(**base)

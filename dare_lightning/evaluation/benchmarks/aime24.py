@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dare_lightning.evaluation.benchmark import Benchmark, DataFile, Description
+from dare_lightning.evaluation.verifiers import math_verifier
 from dare_lightning.rewards.base import Example, Reward
-from dare_lightning.rewards.math import MathReward
 
 
 class AIME24(Benchmark):
@@ -26,7 +26,7 @@ class AIME24(Benchmark):
 
     def verifier(self) -> Reward:
         """The reward of MATH."""
-        return MathReward()
+        return math_verifier()
 
     def example(self, row: Mapping[str, Any], index: int) -> Example:
         """The reference is the integer."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dare_lightning.evaluation.benchmark import Benchmark, DataFile, Description, LoadConfig
+from dare_lightning.evaluation.verifiers import math_verifier
 from dare_lightning.rewards.base import Example, Reward
-from dare_lightning.rewards.math import MathReward
 
 _SOURCE = "https://huggingface.co/datasets/opencompass/AIME2025 (both .jsonl files, one after the other)"
 
@@ -36,7 +36,7 @@ class AIME25(Benchmark):
 
     def verifier(self) -> Reward:
         """The reward of MATH."""
-        return MathReward()
+        return math_verifier()
 
     def example(self, row: Mapping[str, Any], index: int) -> Example:
         """The reference is the integer."""

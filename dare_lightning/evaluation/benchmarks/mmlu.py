@@ -80,6 +80,7 @@ class MMLU(Benchmark):
     title = "MMLU"
     default_config = "mmlu/mmlu_gen_a484b3"
     likelihood_config = "mmlu/mmlu_gen_a484b3"
+    subset_key = "name"
 
     def required_files(self) -> tuple[DataFile, ...]:
         """The questions and the answered examples of each subject."""

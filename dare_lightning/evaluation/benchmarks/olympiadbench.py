@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dare_lightning.evaluation.benchmark import Benchmark, DataFile, Description
+from dare_lightning.evaluation.verifiers import math_verifier
 from dare_lightning.rewards.base import Example, Reward, Verdict
-from dare_lightning.rewards.math import MathReward
 
 _PARTS = (
     "OE_TO_maths_en_COMP",
@@ -33,6 +33,7 @@ class OlympiadBench(Benchmark):
     title = "OlympiadBench"
     default_config = "OlympiadBench/OlympiadBench_0shot_gen_be8b13"
     scorings = ("verifier",)
+    subset_key = "name"
 
     def required_files(self) -> tuple[DataFile, ...]:
         """The file of each set."""
@@ -56,7 +57,7 @@ class _WithTolerance:
     """MathReward, and numbers that differ by no more than the problem's `error`."""
 
     def __init__(self) -> None:
-        self._exact = MathReward()
+        self._exact = math_verifier()
 
     def __call__(self, completions: Sequence[str], examples: Sequence[Example]) -> list[Verdict]:
         verdicts = self._exact(completions, examples)

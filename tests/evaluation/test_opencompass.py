@@ -1,0 +1,162 @@
+"""OpenCompass itself, on every benchmark: whatever answers, each question is scored as it should be."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dare_lightning.evaluation.benchmark import Benchmark
+from dare_lightning.evaluation.benchmarks.aime24 import AIME24
+from dare_lightning.evaluation.benchmarks.aime25 import AIME25
+from dare_lightning.evaluation.benchmarks.arc_c import ARCChallenge
+from dare_lightning.evaluation.benchmarks.countdown import CountdownBenchmark, CountdownTask
+from dare_lightning.evaluation.benchmarks.gpqa import GPQA
+from dare_lightning.evaluation.benchmarks.gsm8k import GSM8K
+from dare_lightning.evaluation.benchmarks.hellaswag import HellaSwag
+from dare_lightning.evaluation.benchmarks.humaneval import HumanEval
+from dare_lightning.evaluation.benchmarks.math import MATH
+from dare_lightning.evaluation.benchmarks.mbpp import MBPP
+from dare_lightning.evaluation.benchmarks.mmlu import MMLU
+from dare_lightning.evaluation.benchmarks.mmlu_pro import MMLUPro
+from dare_lightning.evaluation.benchmarks.olympiadbench import OlympiadBench
+from dare_lightning.evaluation.benchmarks.sudoku import SudokuBenchmark, SudokuTask
+from dare_lightning.evaluation.results import BenchmarkResult, sha256_of
+from dare_lightning.evaluation.runner import LIKELIHOOD, Suite
+from dare_lightning.evaluation.service import PolicyService
+from tests.evaluation.benchmark_files import CATEGORIES, OLYMPIADS, SUBJECTS, Questions, replies, write_all
+from tests.tiny import tiny_tokenizer
+
+pytest.importorskip("opencompass", reason="needs OpenCompass: pip install 'dare-lightning[eval]'")
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "mmlu": MMLU(subsets=SUBJECTS),
+    "mmlu_pro": MMLUPro(subsets=CATEGORIES),
+    "hellaswag": HellaSwag(),
+    "arc_c": ARCChallenge(),
+    "gpqa": GPQA(),
+    "gsm8k": GSM8K(limit=3),
+    "math": MATH(),
+    "aime24": AIME24(repeats=2),
+    "aime25": AIME25(),
+    "olympiadbench": OlympiadBench(subsets=OLYMPIADS),
+    "humaneval": HumanEval(),
+    "mbpp": MBPP(),
+    "countdown": CountdownBenchmark(CountdownTask(), count=4),
+    "sudoku": SudokuBenchmark(SudokuTask(), count=4),
+}
+# Only the first question of each has a right answer in the files.
+CODE = ("humaneval", "mbpp")
+
+
+def planning() -> dict[str, Questions]:
+    """The tasks of our own, whose answers are known."""
+    tasks = {"countdown": CountdownTask(), "sudoku": SudokuTask()}
+    return {
+        name: [
+            (example.messages[0]["content"], example.extra["answer"], "<answer>1</answer>")
+            for example in task.examples("heldout", 4, 42)
+        ]
+        for name, task in tasks.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Questions]]:
+    """The folder that holds `data/`, and all questions."""
+    folder = tmp_path_factory.mktemp("benchmarks")
+    return folder, write_all(folder) | planning()
+
+
+def run(suite: Suite, log: Path, operations: dict[str, Any]) -> dict[str, BenchmarkResult]:
+    """Results of a suite whose questions are answered by these operations."""
+    service = PolicyService(operations)
+    results: dict[str, BenchmarkResult] = service.serve(lambda: suite.run(service, tiny_tokenizer(), log))
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(data: tuple[Path, dict[str, Questions]]) -> dict[str, BenchmarkResult]:
+    """Every benchmark once, with right answers to the questions of even number."""
+    folder, questions = data
+    suite = Suite(BENCHMARKS, str(folder), batch_size=3)
+    return run(suite, folder / "log", {name: replies(asked) for name, asked in questions.items()})
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_right_and_wrong_answers_are_told_apart(
+    name: str, results: dict[str, BenchmarkResult], data: tuple[Path, dict[str, Questions]]
+) -> None:
+    result, (_, questions) = results[name], data
+    assert (result.status, result.reason) == ("DONE", None)
+    count = min(len(questions[name]), BENCHMARKS[name].limit or 99)
+    expected = [n == 0 if name in CODE else n % 2 == 0 for n in range(count)] * BENCHMARKS[name].repeats
+    assert [item.right for item in result.items] == expected
+    assert all(set(item.scores.values()) == {item.right} for item in result.items)
+    assert result.score == pytest.approx(100 * sum(expected) / len(expected))
+    assert set(result.items[0].scores) == set(BENCHMARKS[name].scorings)
+    assert all(item.tokens == 5 for item in result.items)
+
+
+def test_each_repetition_is_an_item_of_its_own(results: dict[str, BenchmarkResult]) -> None:
+    assert [item.id for item in results["aime24"].items] == [f"aime2024/{n}.{r}" for r in range(2) for n in range(2)]
+
+
+def test_the_data_are_recorded_with_their_hashes(
+    results: dict[str, BenchmarkResult], data: tuple[Path, dict[str, Questions]]
+) -> None:
+    folder, _ = data
+    for result in results.values():
+        for file in result.data:
+            assert file["sha256"] == sha256_of(folder / file["file"])
+    assert [file["file"] for file in results["mmlu"].data][0] == "data/mmlu/dev/abstract_algebra_dev.csv"
+    assert len(results["mmlu_pro"].data) == 2
+
+
+def test_questions_are_conversations(results: dict[str, BenchmarkResult]) -> None:
+    roles = [message["role"] for message in results["mbpp"].example_prompt]
+    assert roles == ["user", "assistant"] * 4  # three solved tasks, the task, the beginning of the answer
+    assert results["mbpp"].example_prompt[-1]["content"] == "[BEGIN]\n"
+    assert [message["role"] for message in results["mmlu"].example_prompt] == ["user", "assistant"] * 5 + ["user"]
+
+
+def test_given_answers_are_chosen_by_their_likelihood(data: tuple[Path, dict[str, Questions]]) -> None:
+    folder, _ = data
+    named = {"arc": ARCChallenge, "hellaswag": HellaSwag, "mmlu": partial(MMLU, subsets=SUBJECTS)}
+    suite = Suite({name: make(mode="likelihood") for name, make in named.items()}, str(folder), limit=2)
+    asked: list[Any] = []
+
+    def losses(judged: Any) -> list[float]:
+        asked.extend(judged)
+        wanted = ("1", "eats it.", "A")
+        return [0.5 if answer.answer in wanted else 1.0 for answer in judged]
+
+    results = run(suite, folder / "log", {LIKELIHOOD: losses})
+    assert {name: result.score for name, result in results.items()} == {"arc": 50.0, "hellaswag": 50.0, "mmlu": 50.0}
+    first = results["arc"].items[0]
+    assert first.losses == {"A": 1.0, "B": 0.5, "C": 1.0, "D": 1.0}
+    assert first.prediction == "B"
+    # All answers to a question meet the same noise.
+    seeds: dict[str, set[int]] = {}
+    for judged in asked:
+        seeds.setdefault(str(judged.messages), set()).add(judged.seed)
+    assert all(len(found) == 1 for found in seeds.values())
+    assert len(set.union(*seeds.values())) == len(seeds) == 8
+
+
+def test_a_benchmark_that_fails_says_why_and_leaves_the_others_alone(
+    data: tuple[Path, dict[str, Questions]], tmp_path: Path
+) -> None:
+    folder, questions = data
+    suite = Suite({"arc_c": ARCChallenge(), "gsm8k": GSM8K(config="gsm8k/no_such"), "aime25": AIME25()}, str(folder))
+
+    def broken(asked: Any) -> list[Any]:
+        raise RuntimeError("out of memory")
+
+    results = run(suite, tmp_path / "log", {"arc_c": broken, "aime25": replies(questions["aime25"])})
+    assert [result.status for result in results.values()] == ["FAILED", "FAILED", "DONE"]
+    assert results["arc_c"].reason == "ServiceError: arc_c failed on rank 0: RuntimeError: out of memory"
+    assert "no configuration gsm8k/no_such; there are" in str(results["gsm8k"].reason)
+    assert "out of memory" in (tmp_path / "log").read_text()
