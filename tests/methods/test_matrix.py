@@ -34,6 +34,7 @@ METHODS = sorted(
     for path in (Path(str(dare_lightning.conf.__file__)).parent / "method").glob("*.yaml")
     if not path.stem.startswith("_") and "_target_" in OmegaConf.load(path)
 )
+ROLLOUTS = [name for name in ConfTree().options("rollout") if name != "none"]
 SMALL = ["scale=tiny", "completion.max_new_tokens=4", "completion.steps=2", "completion.block_length=2"]
 # Prompts of different lengths: the answers to one of them are padded.
 PROMPTS = ([9, 8, 7], [12, 9, 30, 31, 11])
@@ -49,19 +50,18 @@ def configured(method: str) -> DictConfig:
 
 
 @cache
-def rollouts() -> list[DictConfig]:
-    """Every backend of conf/rollout."""
-    names = [name for name in ConfTree().options("rollout") if name != "none"]
-    return [compose("fit", [f"rollout={name}", *SMALL]).rollout.backend for name in names]
+def rollout(name: str) -> DictConfig:
+    """The backend of a file of conf/rollout."""
+    return compose("fit", [f"rollout={name}", *SMALL]).rollout.backend
 
 
 def backend_for(policy: Any, method: DiffusionPolicyModule, cfg: DictConfig) -> GenerationBackend:
     """The configured backend; for a block family the first that serves it and the method's needs."""
     if policy.block_length is None:
         return instantiate(cfg.rollout.backend) if cfg.get("rollout") else BuiltinBackend(steps=2, max_new_tokens=4)
-    for node in rollouts():
+    for name in ROLLOUTS:
         try:
-            backend: GenerationBackend = instantiate(node)
+            backend: GenerationBackend = instantiate(rollout(name))
             backend.validate(policy)
         except (ValueError, InstantiationException):
             continue
