@@ -52,13 +52,15 @@ def check_same_weights(policy: PolicyModel, record: Record, file: Path) -> None:
 
 def show_record(record: Record, file: Path) -> None:
     """A table of scores; what failed says so, and why."""
-    table = Table("benchmark", "score", "items", "unparsed", "seconds")
+    table = Table("benchmark", "score", "published", "items", "unparsed", "seconds")
     for name, result in record.benchmarks.items():
         if result.status == "FAILED":
-            table.add_row(name, f"FAILED: {result.reason}", "", "", f"{result.seconds:.1f}")
+            table.add_row(name, f"FAILED: {result.reason}", "", "", "", f"{result.seconds:.1f}")
         else:
             unparsed = f"{result.metrics['unparsed']:.1f} %"
-            table.add_row(name, f"{result.score:.2f}", str(len(result.items)), unparsed, f"{result.seconds:.1f}")
+            published = result.settings["published"]
+            said = "" if published is None else f"{published:.2f}"
+            table.add_row(name, f"{result.score:.2f}", said, str(len(result.items)), unparsed, f"{result.seconds:.1f}")
     Console().print(table, f"items and settings are in {file}")
 
 

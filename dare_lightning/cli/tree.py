@@ -34,8 +34,12 @@ class ConfTree:
 
     def options(self, group: str) -> list[str]:
         """Names a group can take; files that start with an underscore are parts, not options."""
-        found = {p.stem for folder in self.folders for p in (folder / group).glob("*.yaml")}
-        return sorted(name for name in found if not name.startswith("_"))
+        found = {
+            str(path.relative_to(folder / group).with_suffix(""))
+            for folder in self.folders
+            for path in (folder / group).rglob("*.yaml")
+        }
+        return sorted(name for name in found if not name.rpartition("/")[2].startswith("_"))
 
     def file(self, name: str) -> Path | None:
         """The YAML file of a command or of `group/option`."""

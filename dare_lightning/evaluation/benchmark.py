@@ -48,6 +48,7 @@ class Benchmark:
         limit: take the first `limit` items of each data set; None takes `eval.limit`.
         repeats: answers to each question, drawn with seeds of their own; the score is their mean.
         subsets: names of the parts to run (subjects, categories); None for all.
+        published: the score that a paper gives for this policy, shown beside the measured one.
 
     Raises:
         ValueError: a choice that this benchmark does not offer.
@@ -71,6 +72,7 @@ class Benchmark:
         limit: int | None = None,
         repeats: int = 1,
         subsets: Sequence[str] | None = None,
+        published: float | None = None,
     ) -> None:
         where = f"eval.benchmarks.{self.name}"
         if mode not in get_args(Mode):
@@ -89,6 +91,7 @@ class Benchmark:
         self.limit = limit
         self.repeats = repeats
         self.subsets = None if subsets is None else list(subsets)
+        self.published = published
 
     @property
     def offers_likelihood(self) -> bool:
@@ -106,6 +109,7 @@ class Benchmark:
             "limit": self.limit,
             "repeats": self.repeats,
             "subsets": self.subsets,
+            "published": self.published,
         }
 
     def required_files(self) -> tuple[DataFile, ...]:

@@ -1,0 +1,55 @@
+"""Settings of benchmarks: every experiment builds its samplers, and what is published stands beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra.utils import instantiate
+from omegaconf import DictConfig, open_dict
+
+from dare_lightning.callbacks.opencompass import OpenCompassEval
+from dare_lightning.cli.arguments import parse
+from dare_lightning.cli.checks import check
+from dare_lightning.cli.compose import compose
+from dare_lightning.cli.errors import UserError
+from dare_lightning.cli.tree import PACKAGED, ConfTree
+
+EXPERIMENTS = [name for name in ConfTree().options("experiment") if name.startswith("eval/")]
+
+
+def composed(command: str, *words: str) -> DictConfig:
+    cfg = compose(command, words)
+    with open_dict(cfg):
+        cfg.pop("hydra")
+    check(command, cfg)
+    return cfg
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_builds_its_benchmarks(name: str) -> None:
+    cfg = composed("eval", f"experiment={name}")
+    callback: OpenCompassEval = instantiate(cfg.eval)
+    assert set(callback.suite.benchmarks) == set(callback.backends) == set(cfg.eval.benchmarks)
+    published = {benchmark.published for benchmark in callback.suite.benchmarks.values()}
+    assert None not in published or published == {None}
+
+
+def test_every_benchmark_is_an_option_that_builds() -> None:
+    options = ConfTree().options("eval")
+    callback: OpenCompassEval = instantiate(composed("eval", f"eval=[{','.join(options)}]").eval)
+    assert list(callback.backends) == options
+    assert {type(b).name for b in callback.suite.benchmarks.values()} == set(options)
+    assert len(options) == len(list((PACKAGED / "eval").glob("[!_]*.yaml"))) == 14
+
+
+def test_settings_for_all_benchmarks_win() -> None:
+    cfg = composed("fit", "eval=[gsm8k,mmlu]", "eval.decoding={steps: 3, max_new_tokens: 3, block_length: 3}")
+    assert {backend.steps for backend in instantiate(cfg.eval).backends.values()} == {3}
+    assert instantiate(composed("fit", "eval=gsm8k", "eval.on_error=nan").eval).on_error == "nan"
+
+
+def test_two_results_are_named_to_be_compared() -> None:
+    assert parse(["eval", "--compare", "a", "b"]).compare == [Path("a"), Path("b")]
+    with pytest.raises(UserError, match="--compare belongs to eval"):
+        parse(["fit", "--compare", "a", "b"])
