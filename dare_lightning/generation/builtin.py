@@ -316,7 +316,7 @@ class BuiltinBackend:
         if self.running_confidence:
             canvas.remember_scores()
         streams, history = Streams(seeds), History() if record_states else None
-        growth = None if self._tree is None else Growth(self._tree, canvas, streams, history)
+        growth = None if self._tree is None else Growth(self._tree, canvas, history)
         return Run(policy, canvas, streams, self.stats, history, growth)
 
     def _forward(self) -> Forward:

@@ -26,14 +26,7 @@ class RowStreams:
     """
 
     def __init__(self, seeds: Sequence[int], purpose: int) -> None:
-        self._seeds = list(seeds)
-        self._purpose = purpose
         self._generators = [generator(seed, purpose) for seed in seeds]
-
-    def restart(self, rows: Tensor, salt: int) -> None:
-        """These rows go on with another stream of theirs."""
-        for row in rows.tolist():
-            self._generators[row] = generator(self._seeds[row], self._purpose, salt)
 
     def uniform(self, rows: Tensor, width: int) -> Tensor:
         """The next `width` numbers of each of these rows: float64 [rows, width] in [0, 1), on the rows' device."""
@@ -48,11 +41,6 @@ class Streams:
         self.tokens = RowStreams(seeds, TOKENS)
         self.order = RowStreams(seeds, ORDER)
         self.record = RowStreams(seeds, RECORD)
-
-    def restart(self, rows: Tensor, salt: int) -> None:
-        """These rows go on with other streams of theirs."""
-        for streams in (self.tokens, self.order, self.record):
-            streams.restart(rows, salt)
 
 
 def sample_tokens(logits: Tensor, temperature: float, uniform: Tensor | None) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 from dare_lightning.generation.canvas import Canvas
 from dare_lightning.generation.history import History
 from dare_lightning.generation.layout import Layout
-from dare_lightning.generation.sampling import Streams
 from dare_lightning.generation.schedule import Place, StepPolicy
 
 
@@ -52,14 +51,13 @@ class Tree:
 class Growth:
     """Lets the trees of one batch grow while it is denoised.
 
-    A node is run as its first leaf. When it branches, that row is copied to the first leaf of each of its children,
-    which from then on draw from streams of their own.
+    A node is run as its first leaf. When it branches, that row is copied to the first leaf of each of its children.
+    From then on each draws from its own stream, of which nothing was taken before.
     """
 
-    def __init__(self, tree: Tree, canvas: Canvas, streams: Streams, history: History | None) -> None:
+    def __init__(self, tree: Tree, canvas: Canvas, history: History | None) -> None:
         self._tree = tree
         self._canvas = canvas
-        self._streams = streams
         self._history = history
         self._depth = torch.ones(canvas.ids.shape[0], dtype=torch.int64, device=canvas.ids.device)
 
@@ -80,7 +78,6 @@ class Growth:
             children = parents[:, None] + offsets
             self._copy(parents.repeat_interleave(len(offsets) - 1), children[:, 1:].flatten())
             self._depth[children.flatten()] = depth + 1
-            self._streams.restart(children.flatten(), depth)
             rows = torch.cat([rows, children[:, 1:].flatten()]).sort().values
         return rows
 
