@@ -60,6 +60,13 @@ def test_the_same_telling_steps_are_kept_for_all_answers() -> None:
     assert batch.step_rewards is None
 
 
+def test_a_step_is_as_telling_as_the_answers_that_made_it() -> None:
+    batch = _mdpo(train_steps=2, advantage="no_std").credit(_passes())
+    # Advantages of 0.25, 0.5 and 0.5, of both answers in the first two steps and of one in the last.
+    assert batch.states is not None
+    assert batch.states[0].tolist() == [[1, MASK, MASK, MASK], [1, 2, MASK, MASK]]
+
+
 def test_a_finished_answer_has_nothing_to_score_in_later_steps() -> None:
     module = _mdpo(train_steps=3, advantage="no_std")
     batch = module.credit(_passes())
