@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dare_lightning.families.adapters import LoRA
+from dare_lightning.families.tiny import new_tiny_sdar
 from dare_lightning.methods.bgpo import BGPO
 from dare_lightning.methods.coupled_grpo import CoupledGRPO
 from dare_lightning.methods.d1 import D1
@@ -35,9 +36,9 @@ def _table(method: Any) -> TablePolicy:
     return TablePolicy(random_tables(), block_length=4 if method is EBPO else None)
 
 
-def _any(method: Any) -> Any:
-    """The same, a real model where there is one without blocks."""
-    return _table(method) if method is EBPO else tiny_llada()
+def _real(method: Any) -> Any:
+    """The same, a real model."""
+    return new_tiny_sdar(layers=2, width=16, heads=2) if method is EBPO else tiny_llada()
 
 
 def _rollout(samples: int = 4, length: int = 14, vocabulary: int = 35) -> SequenceBatch:
@@ -61,14 +62,11 @@ def _metrics(module: Any, batch: SequenceBatch) -> dict[str, float]:
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("split", [1, 4])
 def test_every_first_pass_has_ratio_one_and_no_divergence(method: Any, adapter: bool, split: int) -> None:
-    policy: Any = _any(method)
-    if adapter and isinstance(policy, TablePolicy):
-        pytest.skip("the table policy has no layers to adapt")
+    policy: Any = _real(method)
     if adapter:
         LoRA(rank=4, alpha=8.0).apply(policy)
     module = build(method, policy, kl_coef=0.1)
-    vocabulary = 8 if isinstance(policy, TablePolicy) else 35
-    batch = module.freeze_policies(_rollout(vocabulary=vocabulary), inner_epochs=2, keep_old=True)
+    batch = module.freeze_policies(_rollout(), inner_epochs=2, keep_old=True)
     for iteration in range(2):
         for part in torch.arange(len(batch)).chunk(split):
             metrics = _metrics(module, replace(batch.select(part), iteration=iteration))
@@ -88,8 +86,8 @@ def test_every_first_pass_has_ratio_one_and_no_divergence(method: Any, adapter: 
 
 @pytest.mark.parametrize("method", [*ONLINE, SFT, VRPO])
 def test_masks_depend_on_sample_and_inner_epoch_alone(method: Any) -> None:
-    module = build(method, _any(method))
-    batch = _rollout(vocabulary=8)
+    module = build(method, _real(method))
+    batch = _rollout()
     whole = module.corrupt(batch).noisy_ids
     assert torch.equal(module.corrupt(batch.select(torch.tensor([2, 0]))).noisy_ids, whole[[2, 0]])
     assert not torch.equal(module.corrupt(replace(batch, iteration=1)).noisy_ids, whole)
@@ -98,9 +96,8 @@ def test_masks_depend_on_sample_and_inner_epoch_alone(method: Any) -> None:
 
 @pytest.mark.parametrize("method", [*ONLINE, SFT])
 def test_two_passes_with_one_seed_give_one_loss(method: Any) -> None:
-    module = build(method, _any(method))
-    batch = _rollout(vocabulary=8)
-    batch = module.freeze_policies(batch, 1, keep_old=True) if method.online else batch
+    module = build(method, _real(method))
+    batch = module.freeze_policies(_rollout(), 1, keep_old=True) if method.online else _rollout()
     torch.manual_seed(0)
     first = _metrics(module, batch)
     torch.manual_seed(1)
