@@ -15,12 +15,17 @@ from tests.tiny import tiny_llada
 Backend = Callable[..., BuiltinBackend]
 
 
-@pytest.fixture
-def policy() -> LLaDA:
+def served_policy() -> LLaDA:
     """Random float64 weights, output scaled so that the distribution is neither flat nor certain."""
     model = tiny_llada(seed=3, dtype=torch.float64)
     scale_output(model, 2.0)
     return model
+
+
+@pytest.fixture
+def policy() -> LLaDA:
+    """A policy of this test's own."""
+    return served_policy()
 
 
 @pytest.fixture
