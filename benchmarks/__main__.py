@@ -1,6 +1,6 @@
 """Every measurement that can be repeated, as ratios against a stated baseline.
 
-Run from the checkout: python -m benchmarks [--quick] [--only sampler,training,startup] [--json FILE]
+Run from the checkout: python -m benchmarks [--quick] [--only sampler,packing] [--json FILE]
 """
 
 from __future__ import annotations
@@ -12,17 +12,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import sampler, startup, training
+from benchmarks import decoding, memory, packing, sampler, startup, training
 from benchmarks.machine import machine
 
 GROUPS: dict[str, Callable[[bool], list[dict[str, Any]]]] = {
     "sampler": sampler.run,
+    "decoding": decoding.run,
     "training": training.run,
+    "packing": packing.run,
+    "memory": memory.run,
     "startup": startup.run,
 }
 BASELINES = {
     "sampler": "the published procedure written plainly, every row and position in every step; tokens a second",
+    "decoding": "the published procedure written plainly, one token a step, on the embedded task; seconds",
+    "packing": "padded to the longest row, attention written out, all logits; seconds of a supervised step",
     "training": "the same step without the saving; seconds",
+    "memory": "the logits of all scored positions at once; MB that forward and backward pass add",
     "startup": "the limit that the project sets itself; seconds",
 }
 

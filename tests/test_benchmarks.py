@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from benchmarks import __main__ as program
-from benchmarks import startup, training
+from benchmarks import memory, packing, startup, training
 from dare_lightning.methods.coupled_grpo import CoupledGRPO
+from dare_lightning.methods.sft import SFT
 from tests.tiny import tiny_llada
 
 
@@ -26,6 +27,20 @@ def test_baseline_and_measured_step_agree_in_every_training_case() -> None:
     ):
         result = training.compare("case", *pair, repeats=1)
         assert result["speedup"] == pytest.approx(result["baseline"] / result["measured"])
+
+
+def test_the_plain_supervised_step_computes_the_methods_loss() -> None:
+    policy = tiny_llada(vocab=512)
+    method = SFT(policy, partial(torch.optim.AdamW, lr=1e-3))
+    batch = packing.padded_batch(policy, [(5, 7), (9, 12), (4, 3)])
+    plain = packing.plain_step(policy, method, batch)
+    for attention in ("sdpa", "varlen"):
+        torch.testing.assert_close(packing.our_step(policy, method, batch, attention), plain)
+
+
+def test_pieces_of_the_head_take_less_memory_than_all_logits() -> None:
+    whole, pieces = (memory._measured(16_000, flag, 2048) for flag in (False, True))
+    assert pieces < 0.9 * whole
 
 
 def test_steps_with_different_losses_are_not_compared() -> None:
@@ -57,4 +72,4 @@ def test_a_slow_case_is_not_repeated_and_a_start_that_hangs_is_given_up(monkeypa
 def test_an_unknown_group_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         program.main(["--only", "sampling"])
-    assert "sampler, training, startup" in capsys.readouterr().err
+    assert ", ".join(program.GROUPS) in capsys.readouterr().err
