@@ -19,10 +19,11 @@ USED_MOST = {
         "model.path data.path ckpt_path seed run_root trainer.max_epochs trainer.max_steps trainer.devices"
         " trainer.precision method.optimizer.lr data.group_size data.prompts_per_rollout"
         " data.inner_epochs data.batch_size data.micro_batch completion.max_new_tokens completion.steps"
-        " rollout.backend.temperature"
+        " rollout.backend.temperature eval.every eval.limit"
     ),
     "eval": (
-        "ckpt_path model.path data.path seed completion.max_new_tokens completion.steps rollout.backend.temperature"
+        "ckpt_path model.path data.path seed eval.limit eval.data_dir rerun_path completion.max_new_tokens"
+        " completion.steps rollout.backend.temperature"
     ),
     "generate": (
         "prompt prompts_path count ckpt_path model.path json seed completion.max_new_tokens completion.steps"
@@ -41,7 +42,10 @@ EXAMPLES = {
         {program} fit ckpt_path=runs/fit/DATE_TIME/checkpoints/last.ckpt     # go on with a run""",
     "eval": """
         {program} eval ckpt_path=runs/fit/DATE_TIME/checkpoints/last.ckpt
-        {program} eval model=llada model.path=FOLDER data=gsm8k data.path=FILE.parquet""",
+        {program} eval model=llada model.path=FOLDER data=gsm8k data.path=FILE.parquet
+        {program} eval eval=[gsm8k,humaneval] model=folder model.path=FOLDER    # benchmarks
+        {program} eval experiment=eval/llada_8b_instruct               # as published
+        {program} eval --compare FOLDER FOLDER                         # two evaluations, question by question""",
     "generate": """
         {program} generate                                             # held-out puzzles, colours by step
         {program} generate model=llada model.path=FOLDER "prompt='What is 2 + 2?'"
@@ -122,8 +126,9 @@ def _groups(groups: Mapping[str, Any], cfg: DictConfig, tree: ConfTree) -> str:
 def _taken(group: str, choice: Any, cfg: DictConfig, tree: ConfTree) -> list[str]:
     if isinstance(choice, str):
         return [choice]
-    node = cfg.get(group)
-    return [option for option in tree.options(group) if node is not None and option in node]
+    node = cfg.get(group) or {}
+    named = [*node, *(node.get("benchmarks") or {})]
+    return [option for option in tree.options(group) if option in named]
 
 
 def _keys(name: str, cfg: DictConfig, tree: ConfTree) -> str:
@@ -145,7 +150,7 @@ def _keys(name: str, cfg: DictConfig, tree: ConfTree) -> str:
 
 def _comment(key: str, cfg: DictConfig, tree: ConfTree) -> str:
     group, _, rest = key.partition(".")
-    options = [cfg.hydra.runtime.choices.get(group), *tree.options(group), "_base", "_online"]
+    options = [cfg.hydra.runtime.choices.get(group), *tree.options(group), "_base", "_online", "_settings"]
     found = (tree.comments(f"{group}/{option}").get(rest.rsplit(".", 1)[-1]) for option in options if option)
     return next((comment for comment in found if comment), "")
 
