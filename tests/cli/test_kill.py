@@ -142,10 +142,15 @@ def test_a_run_killed_again_and_again_goes_on_to_the_same_weights(number: int, w
     time.sleep(draw.uniform(0, 3))
     process.kill()
     process.wait()
-    again = subprocess.Popen(
-        _command(tmp_path), shell=True, cwd=tmp_path, env=_environment(), stderr=subprocess.DEVNULL
-    )
-    time.sleep(draw.uniform(4, 14))
+    log = tmp_path / "again.txt"
+    with log.open("w") as stream:
+        again = subprocess.Popen(_command(tmp_path), shell=True, cwd=tmp_path, env=_environment(), stderr=stream)
+    if number % 2:  # while it trains, however long this machine takes to get there
+        while again.poll() is None and "ckpt_path=" not in log.read_text():
+            time.sleep(0.05)
+        time.sleep(draw.uniform(0, 3))
+    else:  # wherever it is, which may be in the middle of reading the checkpoint
+        time.sleep(draw.uniform(4, 14))
     again.kill()
     again.wait()
     resumed = _go_on(tmp_path)
