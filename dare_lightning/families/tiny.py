@@ -192,7 +192,7 @@ def sdar_moe_config(
 def llada2_config(
     layers: int, width: int, heads: int, experts: int, top_k: int, block_length: int, vocabulary: int
 ) -> dict[str, Any]:
-    """A complete config.json of a LLaDA2 model of this size; the first layer has no experts, the others two groups."""
+    """A complete config.json of a LLaDA2 model of this size; the first of several layers has no experts."""
     return _qwen_style(layers, width, heads, vocabulary) | {
         "architectures": ["LLaDA2MoeModelLM"],
         "auto_map": {
@@ -201,7 +201,7 @@ def llada2_config(
             "AutoModelForCausalLM": "modeling_llada2_moe.LLaDA2MoeModelLM",
         },
         "block_size": block_length,
-        "first_k_dense_replace": 1,
+        "first_k_dense_replace": min(1, layers - 1),
         "head_dim": width // heads,
         "intermediate_size": 2 * width,
         "mask_token_id": MASK,
