@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -192,3 +192,13 @@ def test_settings_name_their_parts():
     built = BuiltinBackend(steps=8, max_new_tokens=16, schedule=MaskRatioSchedule("pow2"), ends=EndRejection(0.1))
     assert built.settings["schedule"] == {"name": "MaskRatioSchedule", "curve": "pow2"}
     assert built.settings["ends"]["minimum"] == 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_policy_on_the_gpu_gives_the_same_answer(made):
+    built = BuiltinBackend(**{f.name: getattr(made.backend, f.name) for f in fields(made.backend)})
+    built.update_weights(served_policy().cuda(), version=0)
+    batch = built.generate(PROMPTS, SEEDS, record_states=True)
+    for column in ("ids", "commit_step", "states", "proposals"):
+        assert torch.equal(getattr(batch, column), getattr(made.batch, column)), column

@@ -201,3 +201,12 @@ def test_settings_that_do_not_go_with_lengths_are_refused(settings, message):
 def test_values_out_of_range_are_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_policy_on_the_gpu_finds_the_same_lengths(backend, settings, policy):
+    expected = backend(**settings).generate(PROMPTS, SEEDS)
+    found = backend(policy.cuda(), **settings).generate(PROMPTS, SEEDS)
+    assert torch.equal(expected.ids, found.ids)
+    assert torch.equal(expected.response_mask, found.response_mask)
