@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from dare_lightning.datamodules.prompts import Task
 from dare_lightning.datamodules.readers import Dialogue, recognise_layout, to_dialogues
 from dare_lightning.datamodules.sizes import check_positive, check_same_split, multiples_near
 from dare_lightning.datamodules.sources import read_rows
+from dare_lightning.datamodules.splitting import Batches, TokenSplit, by_number
 from dare_lightning.diffusion.noise import derive_seed, generator
 from dare_lightning.families.base import PolicyModel
 from dare_lightning.parallel.collectives import rank_and_world, sum_over_ranks
@@ -108,6 +109,7 @@ class SFTDataModule(L.LightningDataModule):
             pads with unattended tokens that count nowhere. Cut answers are never filled.
         batch_size: samples an optimiser step, all ranks together.
         micro_batch: samples a forward pass.
+        max_tokens: tokens of a forward pass at most, fill included, padding not; replaces `micro_batch`.
         seed: of the order and the noise.
 
     Raises:
@@ -132,6 +134,7 @@ class SFTDataModule(L.LightningDataModule):
         eos_fill: EosFill = "batch",
         batch_size: int = 32,
         micro_batch: int = 4,
+        max_tokens: int | None = None,
         seed: int = 42,
     ) -> None:
         super().__init__()
@@ -142,16 +145,19 @@ class SFTDataModule(L.LightningDataModule):
         self.chat_template, self.max_length = chat_template, max_length
         self.append_eos, self.eos_fill = append_eos, eos_fill
         self.batch_size, self.micro_batch, self.seed = batch_size, micro_batch, seed
+        self.max_tokens = max_tokens
         self.train: list[Sample] = []
         self.heldout: list[Sample] = []
         self.report: DataReport | None = None
         self.val_report: DataReport | None = None
         self.loader: MicroBatchLoader | None = None
         self._position = START
+        self._most_filled = 0
         self._check_settings()
 
     def _check_settings(self) -> None:
         check_positive({"max_length": self.max_length, "batch_size": self.batch_size, "micro_batch": self.micro_batch})
+        check_positive({} if self.max_tokens is None else {"max_tokens": self.max_tokens})
         if self.eos_fill not in ("none", "batch", "max_length"):
             raise ValueError(f"data.eos_fill={self.eos_fill!r}; use none, batch or max_length")
         if not 0 <= self.val_share < 1:
@@ -164,18 +170,31 @@ class SFTDataModule(L.LightningDataModule):
 
     def check_ranks(self, world: int) -> None:
         """Raise ValueError where the sizes do not divide among `world` ranks."""
-        unit = self.micro_batch * world
+        size = self.micro_batch if self.max_tokens is None else 1
+        unit = size * world
         if self.batch_size % unit:
             choices = multiples_near(self.batch_size, unit)
             raise ValueError(
                 f"data.batch_size={self.batch_size} is not a multiple of micro_batch × ranks ="
-                f" {self.micro_batch} × {world} = {unit}; choose data.batch_size={choices}"
+                f" {size} × {world} = {unit}; choose data.batch_size={choices}"
             )
 
     def micro_batches_per_step(self, world: int) -> int:
         """How many micro-batches make one optimiser step: Lightning's accumulate_grad_batches."""
         self.check_ranks(world)
-        return self.batch_size // (self.micro_batch * world)
+        plan = self.token_split(world)
+        return self.batch_size // (self.micro_batch * world) if plan is None else plan.parts
+
+    def token_split(self, world: int) -> TokenSplit | None:
+        """How steps are split by tokens; None where they are split by number."""
+        if self.max_tokens is None:
+            return None
+        self.setup()
+        return TokenSplit.of([self._read_tokens(s) for s in self.train], self.batch_size // world, self.max_tokens)
+
+    def _read_tokens(self, sample: Sample) -> int:
+        """The most tokens that the sample can have in a batch."""
+        return max(len(sample.encoded.ids), self._most_filled if sample.encoded.complete else 0)
 
     # Reading.
 
@@ -199,6 +218,7 @@ class SFTDataModule(L.LightningDataModule):
         self.report.held_out = len(held)
         if not self.train:
             raise ValueError(f"no conversation to train on is left: {self.report}")
+        self._most_filled = self._fill_to(self.train)
         for report in (self.report, self.val_report):
             if report is not None:
                 log.log(logging.WARNING if report.dropped or report.cut else logging.INFO, "%s", report)
@@ -259,16 +279,15 @@ class SFTDataModule(L.LightningDataModule):
 
         The samples of a step are dealt to the ranks in turn, so any number of ranks together trains on the same.
         """
-        order = self.order(epoch)
+        order, plan = self.order(epoch), self.token_split(world)
         for start in range(0, len(order), self.batch_size):
             window = [self.train[position] for position in order[start : start + self.batch_size]]
             window = window[: len(window) // world * world]
             if window:
                 fill_to = self._fill_to(window)
-                yield [
-                    partial(self.make_batch, part, (_ORDER, epoch), fill_to)
-                    for part in _parts(window[rank::world], self.micro_batch)
-                ]
+                mine = window[rank::world]
+                parts = by_number(mine, self.micro_batch) if plan is None else plan.split(mine, self._read_tokens)
+                yield [partial(self.make_batch, part, (_ORDER, epoch), fill_to) for part in parts]
 
     def _fill_to(self, samples: Sequence[Sample]) -> int:
         if self.eos_fill == "batch":
@@ -301,6 +320,7 @@ class SFTDataModule(L.LightningDataModule):
         return {
             "batch_size": self.batch_size,
             "micro_batch": self.micro_batch,
+            "max_tokens": self.max_tokens or 0,
             "ranks": rank_and_world()[1],
             "conversations": len(self.train),
         }
@@ -336,7 +356,7 @@ class SFTDataModule(L.LightningDataModule):
             fill_to = self._fill_to(window)
             makers += [
                 partial(self.make_batch, part, (_HELD_OUT,), fill_to)
-                for part in _parts(window[rank::world], self.micro_batch)
+                for part in by_number(window[rank::world], self.micro_batch)
             ]
         return Batches(makers)
 
@@ -374,23 +394,6 @@ def supervised_batch(
     )
 
 
-class Batches:
-    """A sized iterable of batches, each made when its turn comes."""
-
-    def __init__(self, makers: Sequence[Callable[[], SequenceBatch]]) -> None:
-        self.makers = makers
-
-    def __len__(self) -> int:
-        return len(self.makers)
-
-    def __iter__(self) -> Iterator[SequenceBatch]:
-        return (make() for make in self.makers)
-
-
 def is_held_out(index: int, share: float) -> bool:
     """Whether row `index` belongs to the held-out share; depends on nothing else."""
     return derive_seed(0, _HELD_OUT, index) < share * 2**63
-
-
-def _parts(samples: Sequence[Sample], size: int) -> list[Sequence[Sample]]:
-    return [samples[start : start + size] for start in range(0, len(samples), size)]
