@@ -20,7 +20,9 @@ from dare_lightning.families.tiny import new_tiny_sdar
 from tests.tiny import tiny_llada
 
 TREE = ConfTree()
-GROUPS = {group: options for group in TREE.defaults("fit") if (options := TREE.options(group))}
+CHOSEN = {group: options for group in TREE.defaults("fit") if (options := TREE.options(group))}
+# An experiment chooses the others, and sets what belongs to its choice.
+GROUPS = {group: options for group, options in CHOSEN.items() if group != "experiment"}
 OPTIONS = [(group, option) for group, options in GROUPS.items() for option in options]
 # Parts of a run that need other hardware are built with these values instead.
 ON_CPU = {"accelerator": "cpu", "devices": 1, "strategy": "auto", "precision": "32-true"}
@@ -66,6 +68,11 @@ def test_every_group_can_be_chosen_somewhere() -> None:
 @pytest.mark.parametrize("number", range(max(map(len, GROUPS.values()))))
 def test_every_option_composes_and_its_keys_are_taken(number: int) -> None:
     check("fit", round_of_options(number))
+
+
+@pytest.mark.parametrize("name", CHOSEN["experiment"])
+def test_every_experiment_composes_and_its_keys_are_taken(name: str) -> None:
+    check("fit", composed(f"experiment={name}"))
 
 
 @pytest.mark.parametrize(
