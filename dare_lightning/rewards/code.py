@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from dare_lightning.rewards.base import Example, Status, Verdict, check_lengths, report_excluded
-from dare_lightning.rewards.code_tests import UnreadableTestsError, read_tests
+from dare_lightning.rewards.code_tests import Tests, UnreadableTestsError, read_tests
 from dare_lightning.rewards.sandbox.client import Protection, Sandbox, Wanted
 from dare_lightning.rewards.sandbox.jail import Limits
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(?P<label>[\w+-]*)[^\n`]*$", re.MULTILINE)
 _PYTHON = ("python", "py", "python3", "")
 _MEBIBYTE = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Task:
+    """The number of a sample's tests in its batch, and the code that its prompt begins."""
+
+    number: int
+    prompt: str
+
+    def sources(self, program: str) -> list[str]:
+        """A completion may go on where the prompt stops, or state the whole function once more."""
+        return [f"{self.prompt}\n{program}", program] if self.prompt else [program]
 
 
 class CodeReward:
@@ -32,7 +44,7 @@ class CodeReward:
         timeout_s: wall-clock limit of a program with all its tests, seconds. During the first three limits of a batch
             a program gets back the time for which it waited for a processor, up to three limits.
         memory_mb: memory of a program, MiB: the address space of each process, and what they all hold.
-        workers: programs at the same time; no more than there are cores start at once.
+        workers: programs at the same time; no more than two for each core start at once.
         protection: "auto", or the level that must be active: "bubblewrap", "namespaces", "filters" or "limits".
         packages: whether programs may import installed packages, NumPy for instance. They may then read these, too.
         processes: processes and threads of a program.
@@ -79,24 +91,25 @@ class CodeReward:
         """
         check_lengths(completions, examples)
         programs = [extract_code(completion) for completion in completions]
-        statuses: list[Status | None] = [None] * len(programs)
-        keys: dict[str, list[int]] = {}
+        read: dict[int, _Task | None] = {}
+        tests: list[Tests] = []
+        jobs: dict[tuple[str, int], list[int]] = {}
+        statuses: list[Status] = ["excluded"] * len(programs)
         for row, (program, example) in enumerate(zip(programs, examples, strict=True)):
-            try:
-                job = _job(program, example)
-            except UnreadableTestsError:
-                statuses[row] = "excluded"
-                continue
-            if program.strip():
-                keys.setdefault(json.dumps(job), []).append(row)
-            else:
+            if id(example) not in read:
+                read[id(example)] = _task(example, tests)
+            task = read[id(example)]
+            if task is not None and program.strip():
+                jobs.setdefault((program, task.number), []).append(row)
+            elif task is not None:
                 statuses[row] = "unparsed"
-        results = self.sandbox.judge([json.loads(key) for key in keys])
-        for rows, status in zip(keys.values(), results, strict=True):
+        tasks = {task.number: task for task in read.values() if task is not None}
+        results = self.sandbox.judge([(tasks[n].sources(program), n) for program, n in jobs], tests)
+        for rows, status in zip(jobs.values(), results, strict=True):
             for row in rows:
                 statuses[row] = cast(Status, status)
         verdicts = [
-            Verdict(self.value if status == "right" else 0.0, cast(Status, status), program)
+            Verdict(self.value if status == "right" else 0.0, status, program)
             for status, program in zip(statuses, programs, strict=True)
         ]
         report_excluded(verdicts, examples, "the tests cannot be read or do not run")
@@ -150,8 +163,11 @@ def _between_marks(text: str) -> str:
     return program
 
 
-def _job(program: str, example: Example) -> dict[str, Any]:
-    tests, prompt = read_tests(example)
-    # A completion may go on where the prompt stops, or state the whole function once more.
-    sources = [f"{prompt}\n{program}", program] if prompt else [program]
-    return {"sources": sources, "tests": tests}
+def _task(example: Example, tests: list[Tests]) -> _Task | None:
+    """A sample's task, its tests appended to the others; None where they cannot be read."""
+    try:
+        found, prompt = read_tests(example)
+    except UnreadableTestsError:
+        return None
+    tests.append(found)
+    return _Task(len(tests) - 1, prompt)

@@ -182,6 +182,17 @@ def f(x):
 import os, signal
 def f(x):
     os.kill(os.getppid() or 1, signal.SIGKILL)
+### kills_through_a_descriptor
+import fcntl, os, signal, socket
+def f(x):
+    ours, theirs = socket.socketpair()
+    fcntl.fcntl(ours, fcntl.F_SETOWN, os.getppid() or 1)
+    fcntl.fcntl(ours, 10, signal.SIGKILL)
+    fcntl.fcntl(ours, fcntl.F_SETFL, fcntl.fcntl(ours, fcntl.F_GETFL) | os.O_ASYNC)
+    theirs.send(b'x')
+### collides
+def f(x):
+    return {i * (2**61 - 1): 0 for i in range(200)}
 ### kills_all
 import os, signal
 def f(x):

@@ -73,7 +73,7 @@ class Sandbox:
     Args:
         limits: bounds of each program.
         workers: programs that run at the same time. More than there are cores is sensible: no more of them start at
-            once than there are cores, the others bound how long programs that hang can hold up a batch.
+            once than two for each core, the others bound how long programs that hang can hold up a batch.
         protection: "auto" is the strongest level that works here; a level is exactly that one, or an error.
         packages: whether programs may import installed packages beside the standard library.
 
@@ -113,12 +113,12 @@ class Sandbox:
         """Process id of the worker, None where it does not run."""
         return None if self._server is None else self._server.pid
 
-    def judge(self, jobs: Sequence[Mapping[str, Any]]) -> list[str]:
+    def judge(self, jobs: Sequence[tuple[Sequence[str], int]], tests: Sequence[Mapping[str, Any]]) -> list[str]:
         """Status of each job: "right", "wrong", "unparsed", "timeout" or "excluded".
 
         Args:
-            jobs: `{"sources", "tests"}` each: programs of which the first that is Python counts, and tests of the kind
-                "asserts", "calls" or "inputs".
+            jobs: for each, programs of which the first that is Python counts, and the number of its tests.
+            tests: of the kind "asserts", "calls" or "inputs", as `read_tests` makes them.
 
         Raises:
             SandboxError: the wanted level does not work here, or the processes failed twice in a row.
@@ -128,12 +128,12 @@ class Sandbox:
         self._forget_fork()
         with self._lock:
             try:
-                return self._ask(jobs)
+                return self._ask(jobs, tests)
             except ServerError as error:
                 _log.warning("%s; starting it again", error)
                 self._server = None
             try:
-                return self._ask(jobs)
+                return self._ask(jobs, tests)
             except ServerError as error:
                 self._server = None
                 raise SandboxError(str(error)) from error
@@ -146,9 +146,10 @@ class Sandbox:
                 self._server.close()
                 self._server = None
 
-    def _ask(self, jobs: Sequence[Mapping[str, Any]]) -> list[str]:
+    def _ask(self, jobs: Sequence[tuple[Sequence[str], int]], tests: Sequence[Mapping[str, Any]]) -> list[str]:
         rounds = math.ceil(len(jobs) / self.workers) + 4
-        answer = self._running().ask(list(jobs), rounds * (self.limits.timeout_s + 1.0) + SLACK_S)
+        limit = rounds * (self.limits.timeout_s + 1.0) + SLACK_S
+        answer = self._running().ask({"jobs": list(jobs), "tests": list(tests)}, limit)
         if isinstance(answer, dict):
             raise self._stopped(ServerError(f"the sandbox failed: {answer['error']}"))
         return [str(status) for status in answer]

@@ -45,17 +45,20 @@ _DENIED = {
 }  # fmt: skip
 _FORKS = {"fork": (57, -1), "vfork": (58, -1)}
 _CLONE, _CLONE3, _PRCTL, _PRLIMIT = (56, 220), (435, 435), (157, 167), (302, 261)
+_FCNTL, _IOCTL = (72, 25), (16, 29)
+# A descriptor can be told to send signals to another process.
+_OWNER_COMMANDS = {_FCNTL: (8, 10, 15), _IOCTL: (0x8901, 0x8902)}
 _NEW_NAMESPACES = 0x7E020000
 _CLONE_THREAD = 0x00010000
 _EPERM, _ENOSYS = 1, 38
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 
 # Landlock: rights by the version that brought them.
-_READ, _EXECUTE, _WRITE, _TRUNCATE, _IOCTL = 0b1100, 1, 1 << 1, 1 << 14, 1 << 15
-_FILE_RIGHTS = _EXECUTE | _WRITE | (1 << 2) | _TRUNCATE | _IOCTL
-_RIGHTS = {1: (1 << 13) - 1, 2: 1 << 13, 3: _TRUNCATE, 5: _IOCTL}
+_READ, _EXECUTE, _WRITE, _TRUNCATE, _CONTROL = 0b1100, 1, 1 << 1, 1 << 14, 1 << 15
+_FILE_RIGHTS = _EXECUTE | _WRITE | (1 << 2) | _TRUNCATE | _CONTROL
+_RIGHTS = {1: (1 << 13) - 1, 2: 1 << 13, 3: _TRUNCATE, 5: _CONTROL}
 _OWN_FOLDER = _READ | _WRITE | _TRUNCATE | (1 << 13) | sum(1 << bit for bit in (4, 5, 7, 8, 10, 12))
 """Everything but executing, sockets and devices."""
 _TCP, _SCOPES = 0b11, 0b11
@@ -112,6 +115,9 @@ def filter_program(signals: bool, forks: bool) -> bytes:
         lines += _if_argument(_CLONE[column], _line(_ANY_BIT, _CLONE_THREAD, 1, 0))
     lines += _if_argument(_PRLIMIT[column], _line(_EQUAL, 0, 1, 0))
     lines += _if_argument(_PRCTL[column], _line(_EQUAL, kernel.PR_SET_PDEATHSIG, 0, 1))
+    for numbers, commands in ({} if signals else _OWNER_COMMANDS).items():
+        for command in commands:
+            lines += _if_argument(numbers[column], _line(_EQUAL, command, 0, 1), argument=1)
     lines.append(_line(_RETURN, _ALLOW))
     return b"".join(lines)
 
@@ -120,11 +126,11 @@ def _line(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("HBBI", code, if_true, if_false, value)
 
 
-def _if_argument(number: int, test: bytes) -> list[bytes]:
-    """Refuse the call where the test of its first argument goes on to the next line."""
+def _if_argument(number: int, test: bytes, argument: int = 0) -> list[bytes]:
+    """Refuse the call where the test of an argument goes on to the next line."""
     return [
         _line(_EQUAL, number, 0, 4),
-        _line(_LOAD, _FIRST_ARGUMENT),
+        _line(_LOAD, _ARGUMENTS + 8 * argument),
         test,
         _line(_RETURN, _ERROR | _EPERM),
         _line(_LOAD, _NUMBER),

@@ -220,6 +220,9 @@ def prepare(place: Place) -> str:
     """Leave the outside world behind where the level says so; the program's working folder."""
     cell = place.cell
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    # Should the machine run out of memory, a program goes first and not the training run.
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
     if cell.level == "namespaces":
         users = kernel.NEW_USERS if cell.ids is None else 0
         own = (os.getuid(), os.getgid())

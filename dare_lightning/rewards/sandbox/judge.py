@@ -22,6 +22,8 @@ from dare_lightning.rewards.sandbox import jail, program
 from dare_lightning.rewards.sandbox.codec import FrameError, decode, encode, receive, send
 
 HELLO_LIMIT = 1000
+ESCAPED = 6
+"""Bytes that a character of text may take in a frame."""
 BOOT = (
     "import sys; sys.path.append(sys.argv.pop(1)); from dare_lightning.rewards.sandbox import program; program.main()"
 )
@@ -292,7 +294,7 @@ def start(place: jail.Place, job: int, reply: int) -> NoReturn:
             _say(reply, {"problem": str(error)})
             os._exit(1)
         _say(reply, {"pid": child})
-        _work(job, reply, Link(ours, place.cell.limits.output))
+        _work(job, reply, Link(ours, ESCAPED * place.cell.limits.output + HELLO_LIMIT))
         status = _clean(place.cell, child)
     finally:
         os._exit(status)
@@ -337,6 +339,7 @@ def _become_program(place: jail.Place, folder: str, link: socket.socket) -> NoRe
             os.setgroups([])
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
+        program.close_all_but(link.fileno(), first=3)
         os.set_inheritable(link.fileno(), True)
         words = ["-P", "-s", "-B", *([] if cell.packages else ["-S"]), "-c", BOOT, jail.CODE]
         settings = (link.fileno(), place.slot, place.name, place.tasks, cell.to_dict(), place.paths)

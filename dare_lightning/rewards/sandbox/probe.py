@@ -57,7 +57,7 @@ def count(processes):
 class Judges(Protocol):
     """What a worker does, as far as a trial needs it."""
 
-    def judge(self, jobs: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+    def judge(self, jobs: list[tuple[list[str], int]], tests: list[Any]) -> list[tuple[str, Any]]:
         """Status and value of each job."""
         ...
 
@@ -137,8 +137,8 @@ def _trial(cell: jail.Cell, worker: Judges) -> tuple[dict[str, bool], str]:
         listener.listen()
         arguments = [listener.getsockname()[1], os.getpid(), secret.name, victim, cell.limits.memory]
         processes = cell.limits.processes
-        jobs = [_job("trial", arguments), _job("count", [processes])]
-        (status, found), (_, started) = worker.judge(jobs)
+        tests = [_call("trial", arguments), _call("count", [processes])]
+        (status, found), (_, started) = worker.judge([([PROGRAM], 0), ([PROGRAM], 1)], tests)
     if status != "right" or not found["writes"]:
         return {}, "Python does not run in it" if status != "right" else "it has no folder to write to"
     if found["user"] == 0 and cell.level == "limits":
@@ -153,5 +153,5 @@ def _trial(cell: jail.Cell, worker: Judges) -> tuple[dict[str, bool], str]:
     return holds, ""
 
 
-def _job(function: str, arguments: list[Any]) -> dict[str, Any]:
-    return {"sources": [PROGRAM], "tests": {"kind": "value", "function": function, "arguments": arguments}}
+def _call(function: str, arguments: list[Any]) -> dict[str, Any]:
+    return {"kind": "value", "function": function, "arguments": arguments}

@@ -27,7 +27,14 @@ NAME = "program"
 """Not `__main__`: a program that is called, and not run, does not run its main part."""
 REQUEST_LIMIT = 1 << 30
 MAX_DESCRIPTOR = 1 << 20
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "MKL_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 PRELUDE = (
     "import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys\n"
     "from bisect import bisect_left, bisect_right, insort\n"
@@ -282,4 +289,6 @@ def main() -> NoReturn:
     """Where bubblewrap starts us, with everything on the command line."""
     descriptor, slot, name, tasks, fields, paths = map(json.loads, sys.argv[1:7])
     place = jail.Place(jail.Cell.from_dict(fields), slot, name, tasks, paths, jail.CODE)
+    if place.cell.packages:
+        sys.path += [path for path in paths if path.endswith("-packages")]
     start(socket.socket(fileno=descriptor), place, jail.BOX)

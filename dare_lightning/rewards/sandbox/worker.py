@@ -1,7 +1,8 @@
 """The process that holds a batch: it hands out programs to judges, watches what they use, and collects the verdicts.
 
-Protocol, JSON lines: out `{"protection": …}` or `{"error": …}`; in `[{"sources", "tests"}, …]`, out a list with
-"right", "wrong", "unparsed", "timeout" or "excluded" for each, or `{"error": …}`. End of input ends everything.
+Protocol, JSON lines: out `{"protection": …}` or `{"error": …}`; in `{"tests": […], "jobs": [[sources, number of the
+tests], …]}`, out a list with "right", "wrong", "unparsed", "timeout" or "excluded" for each job, or `{"error": …}`. End
+of input ends everything.
 """
 
 from __future__ import annotations
@@ -63,26 +64,30 @@ class Worker:
         self.handle = handle
         self.cell = handle.cell
         self.slots = list(range(workers))
-        self.cores = len(os.sched_getaffinity(0))
+        # Two for each core: while one is torn down the next is set up.
+        self.fresh = 2 * len(os.sched_getaffinity(0))
         self.runs: dict[str, Run] = {}
         self.counter = 0
         self.patient_until = 0.0
         self.tasks = 0
 
-    def judge(self, jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
-        """Status of each job, and the value where it asks for one.
+    def judge(self, jobs: Sequence[tuple[Sequence[str], int]], tests: Sequence[Any]) -> list[tuple[str, Any]]:
+        """Status of each job (sources, number of its tests), and the value where it asks for one.
 
         Raises:
             BrokenError: judges do not start, or the zygote is gone.
         """
         results: list[tuple[str, Any]] = [("wrong", None)] * len(jobs)
+        # Written out once: a group of completions shares its tests, and they can be large.
+        texts = [json.dumps(test) for test in tests]
         waiting = [(item, 1) for item in reversed(range(len(jobs)))]
         self.patient_until = time.monotonic() + STARVED * self.cell.limits.timeout_s
         self.tasks = self._tasks()
         while waiting or self.runs:
-            while waiting and self.slots and self._fresh() < self.cores:
+            while waiting and self.slots and self._fresh() < self.fresh:
                 item, tries = waiting.pop()
-                self._start(item, jobs[item], tries)
+                sources, number = jobs[item]
+                self._start(item, f'{{"sources": {json.dumps(sources)}, "tests": {texts[number]}}}', tries)
             for run in self._wait():
                 if run.status is not None:
                     results[run.item] = (run.status, run.value)
@@ -104,12 +109,12 @@ class Worker:
         # Counted a user, on the whole machine: other programs and our own processes are among them.
         return watch.tasks_of(os.getuid()) + 2 * (len(self.slots) + len(self.runs))
 
-    def _start(self, item: int, job: Mapping[str, Any], tries: int) -> None:
+    def _start(self, item: int, job: str, tries: int) -> None:
         ours, theirs = socket.socketpair()
         descriptor = os.memfd_create("job")
         try:
             with open(descriptor, "w", encoding="utf-8", closefd=False) as file:
-                json.dump(job, file)
+                file.write(job)
             os.lseek(descriptor, 0, os.SEEK_SET)
             self.counter += 1
             name, slot = f"run{self.counter}", self.slots.pop()
@@ -246,7 +251,7 @@ def main() -> None:
         worker = Worker(handle, settings["workers"])
         while line := _line():
             try:
-                _say(output, [status for status, _ in worker.judge(json.loads(line))])
+                _say(output, [status for status, _ in worker.judge(**json.loads(line))])
             except BrokenError as error:
                 _say(output, {"error": str(error)})
                 break
