@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dare_lightning.families.adapters import has_adapter, merged_state_dict, save_adapter
+from dare_lightning.families.adapters import adapters_disabled, has_adapter, merged_state_dict, save_adapter
 from dare_lightning.families.checkpoint import check_keys, parse_dtype, save_checkpoint
 
 _PROBE_TOKENS = 32
@@ -109,16 +109,17 @@ def _check_target(folder: Path, force: bool) -> None:
 @torch.no_grad()
 def _merge_difference(policy: Any, state: Mapping[str, Tensor]) -> tuple[float, float]:
     """Largest difference and size of the logits on one random sequence, adapter applied against adapter merged."""
-    with torch.device("meta"):
-        plain = type(policy)(policy.config, policy.tokenizer, policy.attention)
-    plain.load_state_dict(state, strict=True, assign=True)
+    merged = {name: state[name.replace(".base_layer.", ".")] for name in policy.state_dict() if ".lora_" not in name}
     rows = int(policy.config["vocab_size"])
     ids = torch.randint(rows, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
     ids = ids.to(next(iter(state.values())).device)
     training = policy.training
     policy.eval()
     try:
-        before, after = (model.logits(model.hidden_states(ids)).double() for model in (policy, plain.eval()))
+        before = policy(ids).double()
+        # The policy itself on the merged weights: what it was built with stays as it is.
+        with adapters_disabled(policy):
+            after = torch.func.functional_call(policy, merged, (ids,)).double()
     finally:
         policy.train(training)
     return float((before - after).abs().max()), float(before.abs().max())
