@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
 
 from dare_lightning.families.base import PolicyModel, using_attention
 from dare_lightning.generation.base import Capabilities, Progress
@@ -23,6 +21,7 @@ from dare_lightning.generation.lengths import LengthPolicy, check_lengths
 from dare_lightning.generation.sampling import Streams, TokenSampler
 from dare_lightning.generation.schedule import EvenSchedule, Plan, StepPolicy
 from dare_lightning.generation.scores import ORDERS, DeferredEnds, EndScore, Order, score_of
+from dare_lightning.generation.serving import check_choice, check_prompts, evaluating, plain
 from dare_lightning.generation.tree import Growth, Tree, check_groups, check_tree
 from dare_lightning.replay.batch import SequenceBatch
 
@@ -134,9 +133,9 @@ class BuiltinBackend:
                 raise ValueError(f"{name}={value} must be a finite number, 0 or above")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must lie above 0 and not above 1; null keeps all tokens")
-        _check_choice("remasking", self.remasking, ORDERS)
-        _check_choice("score_from", self.score_from, SCORE_FROM)
-        _check_choice("eos_policy", self.eos_policy, EOS_POLICIES)
+        check_choice("remasking", self.remasking, ORDERS)
+        check_choice("score_from", self.score_from, SCORE_FROM)
+        check_choice("eos_policy", self.eos_policy, EOS_POLICIES)
 
     def _lay_out(self) -> Layout:
         if self.lengths is None:
@@ -214,7 +213,7 @@ class BuiltinBackend:
     def settings(self) -> dict[str, Any]:
         """What a completion depends on besides prompt, seed and weights; for records of what was generated."""
         names = [f.name for f in fields(self) if f.name not in _COST]
-        return {name: _plain(getattr(self, name)) for name in names}
+        return {name: plain(getattr(self, name)) for name in names}
 
     def validate(self, policy: PolicyModel) -> None:
         """Refuse a policy that cannot be served.
@@ -267,14 +266,14 @@ class BuiltinBackend:
             )
         if self._policy is None:
             raise RuntimeError("the built-in backend has no policy yet: call update_weights before generate")
-        _check_prompts(prompts, seeds)
+        check_prompts(prompts, seeds)
         if self._tree is not None:
             check_groups(self._tree, prompts)
         policy, self.stats = self._policy, Stats()
         batches = self._batches([len(prompt) for prompt in prompts])
         report = _StepReport(progress, self.layout.steps or self.max_new_tokens, len(batches))
         parts = []
-        with _evaluating(policy) as device, using_attention(policy, self.attention):
+        with evaluating(policy) as device, using_attention(policy, self.attention):
             for batch in batches:
                 run = self._start(policy, [prompts[i] for i in batch], [seeds[i] for i in batch], device, record_states)
                 run.tick = report.tick
@@ -370,39 +369,3 @@ class _StepReport:
     def _tell(self) -> None:
         if self._progress is not None:
             self._progress(self._before + self._inside, self._total)
-
-
-@contextmanager
-def _evaluating(policy: PolicyModel) -> Iterator[torch.device]:
-    """Dropout off in every submodule, and exactly those that were training train again afterwards."""
-    if not isinstance(policy, nn.Module):
-        raise TypeError(f"the built-in backend runs torch modules, got {type(policy).__name__}")
-    training = [module for module in policy.modules() if module.training]
-    policy.eval()
-    try:
-        yield next(policy.parameters()).device
-    finally:
-        for module in training:
-            module.training = True
-
-
-def _check_choice(name: str, found: str, allowed: Sequence[str]) -> None:
-    if found not in allowed:
-        raise ValueError(f"{name}={found!r} is not one of {', '.join(allowed)}")
-
-
-def _check_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
-    if len(prompts) == 0:
-        raise ValueError("no prompts to complete; give at least one")
-    if len(prompts) != len(seeds):
-        raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds; give one seed for each prompt")
-    empty = [i for i, prompt in enumerate(prompts) if len(prompt) == 0]
-    if empty:
-        raise ValueError(f"prompt {empty[0]} has no tokens; start it with at least one, such as the start token")
-
-
-def _plain(value: Any) -> Any:
-    """A setting as JSON takes it."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {"name": type(value).__name__} | asdict(value)
-    return value if value is None or isinstance(value, (bool, int, float, str)) else list(value)
