@@ -80,7 +80,14 @@ def stratified_cells(u: Tensor, rows: int, blocks: Tensor) -> Tensor:
 
 
 def draw_all_blocks(
-    maskable: Tensor, blocks: Tensor, noise_seed: Tensor, salt: Salt = (), *, rows: int = 1
+    maskable: Tensor,
+    blocks: Tensor,
+    noise_seed: Tensor,
+    salt: Salt = (),
+    *,
+    rows: int = 1,
+    low: float = 0.0,
+    high: float = 1.0,
 ) -> BlockMasks:
     """The l-form in every block at once: block b hides l_b ~ U{1..L_b} of its L_b maskable tokens, at level l_b / L_b.
 
@@ -93,6 +100,7 @@ def draw_all_blocks(
         noise_seed: int64 [B].
         salt: what else the stream depends on.
         rows: N.
+        low, high: bounds of l_b, max(1, floor(L_b low)) .. floor(L_b high).
 
     Source: one reading of LLaDA2.1's block-level likelihood, arXiv:2602.08676 equation 4; there the levels are
     stratified over a whole batch, here over a sample, whose noise must not depend on its neighbours.
@@ -106,7 +114,7 @@ def draw_all_blocks(
     u, uniform = uniform_draws(maskable, noise_seed, (_BLOCKS, *salt), rows)
     cells = stratified_cells(u[:, 0], rows, count)
     sizes = torch.zeros(len(on_cpu), cells.shape[-1], dtype=torch.int64).scatter_add_(-1, number, on_cpu.long())
-    hidden = bounded_counts(cells, sizes[:, None])
+    hidden = bounded_counts(cells, sizes[:, None], low, high)
     # Sorted by block and then by the uniform number, a token's place minus its block's first is its rank in the block.
     ranked = (number[:, None] + uniform).masked_fill(~on_cpu[:, None], torch.inf).argsort(dim=-1, stable=True)
     rank = torch.empty_like(ranked).scatter_(-1, ranked, torch.arange(ranked.shape[-1]).expand_as(ranked))
