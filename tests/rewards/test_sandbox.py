@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -160,11 +161,14 @@ def test_results_do_not_depend_on_chance(reward: CodeReward) -> None:
     assert statuses(reward, [program] * 2, fixed) == ["right"] * 2
 
 
-def test_a_worker_that_dies_is_replaced(reward: CodeReward) -> None:
-    earned(reward)
-    assert reward.sandbox.pid is not None
-    os.kill(reward.sandbox.pid, signal.SIGKILL)
-    assert earned(reward) == "right"
+def test_a_worker_that_dies_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with make() as reward:
+        earned(reward)
+        assert reward.sandbox.pid is not None
+        os.kill(reward.sandbox.pid, signal.SIGKILL)
+        assert earned(reward) == "right"
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -26,7 +27,7 @@ SLACK_S = 60.0
 """Beyond the sum of its programs' limits a batch gets this long before the whole worker counts as hung."""
 GRACE_S = 5.0
 BOOT = "import sys; sys.path.append(sys.argv[2]); from dare_lightning.rewards.sandbox.worker import main; main()"
-_KEPT = ("LD_LIBRARY_PATH", "PATH", "TMPDIR")
+_KEPT = ("LD_LIBRARY_PATH", "PATH", "TMPDIR")  # what Python may need to start, and to find bubblewrap
 _ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "MALLOC_ARENA_MAX": "2",
@@ -92,6 +93,7 @@ class Sandbox:
         self.packages = packages
         self._protection: Protection | None = None
         self._server: Server | None = None
+        self._folder = ""
         self._lock = threading.Lock()
         self._owner = os.getpid()
 
@@ -104,7 +106,11 @@ class Sandbox:
         """
         self._forget_fork()
         with self._lock:
-            self._running()
+            try:
+                self._running()
+            except ServerError as error:
+                self._stop()
+                raise SandboxError(str(error)) from error
             assert self._protection is not None
             return self._protection
 
@@ -131,27 +137,25 @@ class Sandbox:
                 return self._ask(jobs, tests)
             except ServerError as error:
                 _log.warning("%s; starting it again", error)
-                self._server = None
+                self._stop()
             try:
                 return self._ask(jobs, tests)
             except ServerError as error:
-                self._server = None
+                self._stop()
                 raise SandboxError(str(error)) from error
 
     def close(self) -> None:
         """End the processes. A later call starts new ones."""
         self._forget_fork()
         with self._lock:
-            if self._server is not None:
-                self._server.close()
-                self._server = None
+            self._stop()
 
     def _ask(self, jobs: Sequence[tuple[Sequence[str], int]], tests: Sequence[Mapping[str, Any]]) -> list[str]:
         rounds = math.ceil(len(jobs) / self.workers) + 4
         limit = rounds * (self.limits.timeout_s + 1.0) + SLACK_S
         answer = self._running().ask({"jobs": list(jobs), "tests": list(tests)}, limit)
         if isinstance(answer, dict):
-            raise self._stopped(ServerError(f"the sandbox failed: {answer['error']}"))
+            raise ServerError(f"the sandbox failed: {answer['error']}")
         return [str(status) for status in answer]
 
     def _running(self) -> Server:
@@ -159,6 +163,7 @@ class Sandbox:
             return self._server
         if sys.platform != "linux":
             raise SandboxError(f"generated programs can be contained on Linux only, this is {sys.platform}")
+        self._folder = tempfile.mkdtemp(prefix="dare-sandbox-")
         root = str(Path(__file__).resolve().parents[3])
         settings = {
             "limits": asdict(self.limits),
@@ -166,25 +171,28 @@ class Sandbox:
             "protection": self.wanted,
             "packages": self.packages,
             "code_root": root,
+            "folder": self._folder,
         }
         command = [sys.executable, "-P", "-s", "-B", *([] if self.packages else ["-S"]), "-c", BOOT]
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        environment = {**kept, "TMPDIR": tempfile.gettempdir(), **_ENVIRONMENT}
+        environment = {**kept, **_ENVIRONMENT}
         server = Server([*command, json.dumps(settings), root], environment, "sandbox", GRACE_S)
         self._server = server
         answer = server.receive(START_LIMIT_S)
         if "error" in answer:
-            raise self._stopped(SandboxError(self._no_level(answer["error"])))
+            self._stop()
+            raise SandboxError(self._no_level(answer["error"]))
         self._protection = Protection(**answer["protection"])
         level = logging.INFO if all(self._protection.holds.values()) else logging.WARNING
         _log.log(level, "generated programs run in %s", self._protection)
         return server
 
-    def _stopped(self, error: Exception) -> Exception:
+    def _stop(self) -> None:
         if self._server is not None:
             self._server.close()
             self._server = None
-        return error
+            # The worker removes it, unless it was killed.
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _no_level(self, reasons: str) -> str:
         asked = "none of the levels works" if self.wanted == "auto" else f"protection={self.wanted} does not work"

@@ -14,7 +14,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -238,7 +237,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     output = os.dup(1)
     os.dup2(2, 1)
-    folder = tempfile.mkdtemp(prefix="dare-sandbox-")
+    folder = settings["folder"]
     # Programs have users of their own, who must be able to reach their folders in it.
     os.chmod(folder, 0o711)
     try:
