@@ -139,7 +139,8 @@ class OpenCompassEval(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The last policy, where the run ended at a point that could not be foreseen."""
-        if self.at_end and self._last_step != trainer.global_step:
+        leaving = trainer.received_sigterm or trainer.interrupted
+        if self.at_end and not leaving and self._last_step != trainer.global_step:
             self._evaluate_and_log(trainer, pl_module)
 
     def _due(self, trainer: L.Trainer) -> bool:

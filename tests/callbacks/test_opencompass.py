@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -80,6 +81,7 @@ class Draws(L.Callback):
         self.seen.append(
             (
                 torch.get_rng_state().sum().item(),
+                hash(random.getstate()),
                 hash(np.random.get_state()[1].tobytes()),  # type: ignore[union-attr,index]
                 signal.getsignal(signal.SIGALRM),
                 list(sys.path),

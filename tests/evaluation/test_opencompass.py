@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import parquet
 
 from dare_lightning.evaluation.benchmark import Benchmark
 from dare_lightning.evaluation.benchmarks.aime24 import AIME24
@@ -26,7 +28,13 @@ from dare_lightning.evaluation.benchmarks.sudoku import SudokuBenchmark, SudokuT
 from dare_lightning.evaluation.results import BenchmarkResult, sha256_of
 from dare_lightning.evaluation.runner import LIKELIHOOD, Suite
 from dare_lightning.evaluation.service import PolicyService
+from dare_lightning.evaluation.verifiers import code_verifier, math_verifier
+from dare_lightning.rewards.base import Example, Reward
+from dare_lightning.rewards.countdown import CountdownReward
+from dare_lightning.rewards.gsm8k import GSM8KReward
+from dare_lightning.rewards.sudoku import SudokuReward
 from tests.evaluation.benchmark_files import CATEGORIES, OLYMPIADS, SUBJECTS, Questions, replies, write_all
+from tests.shared import shared_file
 from tests.tiny import tiny_tokenizer
 
 pytest.importorskip("opencompass", reason="needs OpenCompass: pip install 'dare-lightning[eval]'")
@@ -98,6 +106,39 @@ def test_right_and_wrong_answers_are_told_apart(
     assert result.score == pytest.approx(100 * sum(expected) / len(expected))
     assert set(result.items[0].scores) == set(BENCHMARKS[name].scorings)
     assert all(item.tokens == 5 for item in result.items)
+
+
+def training_examples(name: str) -> list[Example]:
+    """The same tasks as training reads them."""
+    if name in ("humaneval", "mbpp"):
+        rows = parquet.read_table(shared_file(f"data/rl/test/{name}.parquet")).slice(0, 3).to_pylist()
+        return [Example(row["prompt"], row["reward_model"]["ground_truth"], row["extra_info"], name) for row in rows]
+    if name == "gsm8k":
+        rows = parquet.read_table(shared_file("data/rl/test/gsm8k.parquet")).slice(0, 3).to_pylist()
+        return [Example(row["prompt"], row["reward_model"]["ground_truth"], {}, name) for row in rows]
+    if name == "math":
+        return [Example([], rf"\frac{{{n}}}{{2}}", {}, name) for n in range(4)]
+    task = CountdownTask() if name == "countdown" else SudokuTask()
+    return task.examples("heldout", 4, 42)
+
+
+REWARDS: dict[str, Callable[[], Reward]] = {
+    "gsm8k": lambda: GSM8KReward(last_number=True),
+    "math": math_verifier,
+    "humaneval": code_verifier,
+    "mbpp": code_verifier,
+    "countdown": CountdownReward,
+    "sudoku": SudokuReward,
+}
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_reward_and_benchmark_say_the_same_of_the_same_answers(name: str, results: dict[str, BenchmarkResult]) -> None:
+    items = results[name].items
+    verdicts = REWARDS[name]()([item.prediction for item in items], training_examples(name))
+    assert [verdict.status for verdict in verdicts] == [item.status for item in items]
+    assert [verdict.answer for verdict in verdicts] == [item.answer for item in items]
+    assert len({verdict.status for verdict in verdicts}) > 1
 
 
 def test_each_repetition_is_an_item_of_its_own(results: dict[str, BenchmarkResult]) -> None:

@@ -14,7 +14,13 @@ _SOURCE = "https://github.com/openai/grade-school-math (grade_school_math/data)"
 
 
 class GSM8K(Benchmark):
-    """Four solved examples, then the question; the last number of the answer counts."""
+    """Four solved examples, then the question.
+
+    Args:
+        last_number: read unmarked answers too, as the examples in the prompt are; the reward of training reads marked
+            ones alone unless told otherwise.
+        base: see `Benchmark`.
+    """
 
     name = "gsm8k"
     title = "GSM8K"
@@ -22,13 +28,22 @@ class GSM8K(Benchmark):
     files = (DataFile("data/gsm8k/test.jsonl", _SOURCE), DataFile("data/gsm8k/train.jsonl", _SOURCE))
     scorings = ("verifier", "opencompass")
 
+    def __init__(self, last_number: bool = True, **base: Any) -> None:
+        super().__init__(**base)
+        self.last_number = last_number
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How it is run, for the record."""
+        return super().settings | {"last_number": self.last_number}
+
     def adapted(self, descriptions: list[Description], folder: Path) -> list[Description]:
         """Read from the given folder."""
         return [description | {"path": str(folder / "data/gsm8k")} for description in descriptions]
 
     def verifier(self) -> Reward:
-        """The reward of GSM8K, reading unmarked answers too: the examples in the prompt mark none."""
-        return GSM8KReward(last_number=True)
+        """The reward of GSM8K."""
+        return GSM8KReward(last_number=self.last_number)
 
     def example(self, row: Mapping[str, Any], index: int) -> Example:
         """The reference is a worked solution that ends in `#### number`."""
