@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from dare_lightning.families.base import PolicyModel
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -45,6 +47,26 @@ class EncodedDialogue:
     def prompt_length(self) -> int:
         """Tokens before the first supervised one."""
         return self.supervised.index(True) if True in self.supervised else len(self.ids)
+
+
+def fill_block(encoded: EncodedDialogue, policy: PolicyModel) -> EncodedDialogue:
+    """The conversation with taught end-of-text tokens up to the end of its last block, if it is complete.
+
+    A block policy that decodes writes whole blocks, so it must learn what follows the end of an answer.
+
+    Raises:
+        ValueError: the policy has no blocks.
+
+    Source: fine-tuning of SDAR, arXiv:2510.06303.
+    """
+    if policy.block_length is None:
+        raise ValueError(f"data.eos_fill=block needs a block-diffusion policy, {type(policy).__name__} has no blocks")
+    missing = -len(encoded.ids) % policy.block_length if encoded.complete else 0
+    return replace(
+        encoded,
+        ids=(*encoded.ids, *[policy.eos_token_id] * missing),
+        supervised=(*encoded.supervised, *[True] * missing),
+    )
 
 
 def use_template(tokenizer: Any, file: str | None) -> None:

@@ -13,7 +13,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from dare_lightning.datamodules.chat import EncodedDialogue, encode_dialogue, use_template
+from dare_lightning.datamodules.chat import EncodedDialogue, encode_dialogue, fill_block, use_template
 from dare_lightning.datamodules.prompts import Task
 from dare_lightning.datamodules.readers import Dialogue, recognise_layout, to_dialogues
 from dare_lightning.datamodules.sizes import check_positive, check_same_split, multiples_near
@@ -27,7 +27,7 @@ from dare_lightning.replay.loader import START, MicroBatchLoader, Window
 
 log = logging.getLogger(__name__)
 
-EosFill = Literal["none", "batch", "max_length"]
+EosFill = Literal["none", "batch", "max_length", "block"]
 
 # Salts that keep unrelated streams of one seed apart.
 _ORDER, _HELD_OUT = 201, 202
@@ -105,8 +105,8 @@ class SFTDataModule(L.LightningDataModule):
             leaves no room for an answer are dropped and counted.
         append_eos: teach one end-of-text token behind the last end of turn.
         eos_fill: end-of-text tokens that follow, attended and taught as part of the answer. "batch" fills up to the
-            longest sequence of the optimiser step (LLaDA's guidelines), "max_length" to max_length (DARE), "none"
-            pads with unattended tokens that count nowhere. Cut answers are never filled.
+            longest sequence of the optimiser step (LLaDA's guidelines), "max_length" to max_length (DARE), "block" to
+            the end of a block policy's last block (SDAR), "none" not at all. Cut answers are never filled.
         batch_size: samples an optimiser step, all ranks together.
         micro_batch: samples a forward pass.
         max_tokens: tokens of a forward pass at most, fill included, padding not; replaces `micro_batch`.
@@ -158,8 +158,8 @@ class SFTDataModule(L.LightningDataModule):
     def _check_settings(self) -> None:
         check_positive({"max_length": self.max_length, "batch_size": self.batch_size, "micro_batch": self.micro_batch})
         check_positive({} if self.max_tokens is None else {"max_tokens": self.max_tokens})
-        if self.eos_fill not in ("none", "batch", "max_length"):
-            raise ValueError(f"data.eos_fill={self.eos_fill!r}; use none, batch or max_length")
+        if self.eos_fill not in ("none", "batch", "max_length", "block"):
+            raise ValueError(f"data.eos_fill={self.eos_fill!r}; use none, batch, max_length or block")
         if not 0 <= self.val_share < 1:
             raise ValueError(f"data.val_share={self.val_share} must be at least 0 and below 1")
         if (self.path is None) == (self.task is None):
@@ -251,6 +251,7 @@ class SFTDataModule(L.LightningDataModule):
             if encoded.dropped is not None:
                 report.dropped[encoded.dropped] += 1
                 continue
+            encoded = fill_block(encoded, self.policy) if self.eos_fill == "block" else encoded
             report.cut += not encoded.complete
             report.prompt_tokens.append(encoded.prompt_length)
             report.answer_tokens.append(sum(encoded.supervised))

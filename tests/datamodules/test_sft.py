@@ -15,6 +15,7 @@ from dare_lightning.datamodules.chat import ANSWER_CUT_OFF, PROMPT_TOO_LONG
 from dare_lightning.datamodules.sft import SFTDataModule, is_held_out
 from dare_lightning.evaluation.benchmarks.sudoku import SudokuTask
 from dare_lightning.families.llada import LLaDA
+from dare_lightning.families.tiny import new_tiny_sdar
 from dare_lightning.methods.sft import NORMALIZATIONS, SFT
 from dare_lightning.replay.batch import SequenceBatch, concatenate
 from tests.shared import fixture_model, shared_file
@@ -176,7 +177,7 @@ def test_a_batch_that_does_not_divide_names_the_numbers_and_the_nearest(
         ({}, "either path or task, neither given"),
         ({"path": "x", "task": SudokuTask(), "count": 1}, "both given"),
         ({"task": SudokuTask()}, "count=0"),
-        ({"path": "x", "eos_fill": "some"}, "eos_fill='some'; use none, batch or max_length"),
+        ({"path": "x", "eos_fill": "some"}, "eos_fill='some'; use none, batch, max_length or block"),
         ({"path": "x", "val_share": 1.0}, "val_share=1.0"),
         ({"path": "x", "micro_batch": 0}, "micro_batch=0 must be at least 1"),
     ],
@@ -312,3 +313,17 @@ def test_a_resumed_run_sees_the_remaining_samples_and_ends_with_the_same_weights
     assert trainer.global_step == 2 * 3
     assert rest.seen == first.seen[save_at:]
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+
+
+def test_the_last_block_of_a_complete_answer_is_filled_and_taught(policy: LLaDA, tmp_path: Path) -> None:
+    blocks = new_tiny_sdar(layers=1, width=16, heads=2, block_length=8)
+    path = write(tmp_path, [("a", "b" * n) for n in (1, 2, 3, 90)])
+    data = ready(blocks, path=path, eos_fill="block", val_share=0.0, batch_size=4)  # type: ignore[arg-type]
+    for sample in data.train[:3]:
+        ids, plain = sample.encoded.ids, len(sample.encoded.ids) - sample.encoded.ids.count(EOS)
+        assert len(ids) % 8 == 0
+        assert len(ids) - plain <= 8
+        assert all(sample.encoded.supervised[plain:])
+    assert len(data.train[3].encoded.ids) == 64
+    with pytest.raises(ValueError, match="eos_fill=block needs a block-diffusion policy, LLaDA has no blocks"):
+        ready(policy, path=path, eos_fill="block", val_share=0.0)
