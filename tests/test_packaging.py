@@ -33,6 +33,7 @@ DISTRIBUTIONS = {
     "yaml": "pyyaml",
     "math_verify": "math-verify",
     "huggingface_hub": "huggingface-hub",
+    "mmengine": "mmengine-lite",
 }
 BUILD_FILES = ("pyproject.toml", "README.md", "LICENSE")
 

@@ -91,20 +91,12 @@ def step_shares(
         ValueError: no such average, a column is missing, or there are more than `MAX_PARTS` parts.
     """
     check_step_aggregation(mode)
-    one, whole = mask.double(), torch.zeros_like(step)
     room = response_mask.sum(-1).double()
-    if mode == "token_mean":
-        return Shares(one, whole, one.sum().view(1))
-    if mode == "dr_grpo":
-        return Shares(one, whole, room.sum().view(1))
-    if mode == "taught_dr_grpo":
-        assert taught is not None
-        return Shares(one, whole, (room * taught).sum().view(1))
+    if mode in ("token_mean", "dr_grpo", "taught_dr_grpo"):
+        return _over_tokens(mode, mask, room, taught)
     if mode in ("step_mean", "group_mean"):
-        part = step if mode == "step_mean" else _by_group(group, mask)
-        part = _checked(torch.where(mask, part, 0), mode)
-        counts = one.new_zeros(MAX_PARTS).index_add(0, part.flatten(), one.flatten())
-        return Shares(one, part, counts)
+        return _over_parts(mode, mask, step if mode == "step_mean" else _by_group(group, mask))
+    one, whole = mask.double(), torch.zeros_like(step)
     same = _companions(mask, step, block if mode == "transition_mean" else None)
     weight = one / same.clamp(min=1)
     rows = weight.sum(-1)
@@ -113,6 +105,21 @@ def step_shares(
     if mode == "row_dr_grpo":
         return Shares(one, whole, (rows * room).sum().view(1))
     return Shares(weight / rows.clamp(min=1)[:, None], whole, one.new_full((1,), len(mask)))
+
+
+def _over_tokens(mode: str, mask: Tensor, room: Tensor, taught: Tensor | None) -> Shares:
+    one = mask.double()
+    if mode == "taught_dr_grpo":
+        assert taught is not None
+        room = room * taught
+    divisor = one.sum() if mode == "token_mean" else room.sum()
+    return Shares(one, torch.zeros_like(mask, dtype=torch.int64), divisor.view(1))
+
+
+def _over_parts(mode: str, mask: Tensor, part: Tensor) -> Shares:
+    one = mask.double()
+    part = _checked(torch.where(mask, part, 0), mode)
+    return Shares(one, part, one.new_zeros(MAX_PARTS).index_add(0, part.flatten(), one.flatten()))
 
 
 def _companions(mask: Tensor, step: Tensor, block: Tensor | None) -> Tensor:
