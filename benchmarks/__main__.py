@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decoding, memory, packing, sampler, startup, training
+from benchmarks import block, decoding, memory, packing, sampler, startup, training
 from benchmarks.machine import machine
 
 GROUPS: dict[str, Callable[[bool], list[dict[str, Any]]]] = {
     "sampler": sampler.run,
     "decoding": decoding.run,
+    "block": block.run,
     "training": training.run,
     "packing": packing.run,
     "memory": memory.run,
@@ -26,6 +27,7 @@ GROUPS: dict[str, Callable[[bool], list[dict[str, Any]]]] = {
 BASELINES = {
     "sampler": "the published procedure written plainly, every row and position in every step; tokens a second",
     "decoding": "the published procedure written plainly, one token a step, on the embedded task; seconds",
+    "block": "the prefix anew for every step, dense [noisy ; clean] for every row, all logits; seconds",
     "packing": "padded to the longest row, attention written out, all logits; seconds of a supervised step",
     "training": "the same step without the saving; seconds",
     "memory": "the logits of all scored positions at once; MB that forward and backward pass add",

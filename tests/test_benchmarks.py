@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from benchmarks import __main__ as program
-from benchmarks import memory, packing, startup, training
+from benchmarks import block, memory, packing, startup, training
+from dare_lightning.families.tiny import new_tiny_sdar
+from dare_lightning.generation.block import BlockBackend
+from dare_lightning.generation.block_steps import MostConfident
 from dare_lightning.methods.coupled_grpo import CoupledGRPO
 from dare_lightning.methods.sft import SFT
 from tests.tiny import tiny_llada
@@ -36,6 +39,20 @@ def test_the_plain_supervised_step_computes_the_methods_loss() -> None:
     plain = packing.plain_step(policy, method, batch)
     for attention in ("sdpa", "varlen"):
         torch.testing.assert_close(packing.our_step(policy, method, batch, attention), plain)
+
+
+def test_plain_block_decoding_and_scoring_compute_the_same() -> None:
+    policy = new_tiny_sdar(layers=1, width=16, heads=2).double()
+    backend = BlockBackend(9, steps=MostConfident(), early_stop="never")
+    backend.update_weights(policy, 0)
+    prompts = [[9, 8, 7], [12, 9, 30, 31, 11]]
+    batch = backend.generate(prompts, [0, 0])
+    for row, plain in enumerate(block.plain_decode(policy, prompts, 9)):
+        assert batch.ids[row, batch.attention_mask[row]].tolist() == plain.tolist()
+    method = SFT(policy, partial(torch.optim.SGD, lr=0.1), level_scope="block", samples=2)
+    rows = method.corrupt(batch)
+    found = method.row_log_probs(policy, rows, batch)
+    torch.testing.assert_close(block.plain_log_probs(policy, rows, batch), found)
 
 
 def test_pieces_of_the_head_take_less_memory_than_all_logits() -> None:

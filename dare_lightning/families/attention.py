@@ -253,6 +253,10 @@ def eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """PyTorch's scaled_dot_product_attention, which picks a fused kernel where one fits."""
+    if q.shape[1] != k.shape[1] and (bias is None or bias.shape[2] == 1):
+        # All queries see the same keys, so the heads that share them can follow each other: nothing is repeated.
+        folded = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+        return F.scaled_dot_product_attention(folded, k, v, attn_mask=bias).reshape(q.shape)
     k, v = repeat_groups(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 

@@ -246,10 +246,14 @@ class BlockDecoder:
         tokens = self.sampler.draw(
             self.sampler.distribution(possible, policy.mask_token_id), policy.mask_token_id, draws
         )
+        written = chosen_log_probs(logits, tokens)
         # What is never written keeps its share of the probability, as in the published confidence.
-        scaled = logits / self.sampler.temperature if self.sampler.temperature > 0 else logits
+        scaled, sure = logits, written
+        if self.sampler.temperature not in (0.0, 1.0):
+            scaled = logits / self.sampler.temperature
+            sure = chosen_log_probs(scaled, tokens)
         entropy = torch.zeros_like(scaled[:, 0])
         if self.steps.needs_entropy:
             log_probs = scaled.log_softmax(-1)
             entropy = -(log_probs.exp() * log_probs).sum(-1)
-        return tokens, chosen_log_probs(scaled, tokens).exp(), chosen_log_probs(logits, tokens), entropy
+        return tokens, sure.exp(), written, entropy
