@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from dare_lightning.evaluation.compare import Comparison, compare, paired_interv
 from dare_lightning.evaluation.fingerprint import weights_fingerprint
 from dare_lightning.evaluation.isolation import untouched_process
 from dare_lightning.evaluation.results import BenchmarkResult, Item, Record, find_record
+from dare_lightning.evaluation.runner import Suite
 from dare_lightning.evaluation.service import PolicyService, ServiceError
 from tests.tiny import tiny_llada
 
@@ -150,6 +154,12 @@ def test_what_a_benchmark_does_not_offer_is_refused(make: Any, message: str) -> 
         make()
 
 
+def test_without_opencompass_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opencompass", None)
+    with pytest.raises(ImportError, match=r"pip install 'dare-lightning\[eval\]'"):
+        Suite({"sudoku": SudokuBenchmark(SudokuTask())}).check()
+
+
 def test_the_service_reports_failures_to_the_driver_and_goes_on() -> None:
     service = PolicyService({"double": lambda items: [2 * x for x in items], "short": lambda items: items[:1]})
     with pytest.raises(ServiceError, match="short returned 1 results for 2 items"):
@@ -175,10 +185,6 @@ def test_a_fingerprint_tells_weights_apart() -> None:
 
 
 def test_a_process_is_left_as_it_was(tmp_path: Path) -> None:
-    import os
-    import signal
-    import sys
-
     before = (signal.getsignal(signal.SIGALRM), list(sys.path), dict(os.environ), os.getcwd())
     with untouched_process():
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
