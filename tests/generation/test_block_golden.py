@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from dare_lightning.diffusion.blocks import block_index
-from dare_lightning.diffusion.trajectory import dense_steps
+from dare_lightning.diffusion.shares import step_shares
+from dare_lightning.diffusion.trajectory import dense_steps, states_from_steps
 from dare_lightning.families.load import load_policy
 from dare_lightning.generation.block import BlockBackend
 from dare_lightning.generation.block_engine import Editing
@@ -143,3 +144,30 @@ def test_blocks_and_due_tokens_are_the_recorded_ones(path: Path) -> None:
         found = block_index(exists, response, compact["block_length"], origin)
         assert found.tolist() == compact[origin]
         assert block_index(there, answer, padded["block_length"], origin).tolist() == padded[origin]
+
+
+@pytest.mark.parametrize("path", golden_files("generation/units-block.json"))
+def test_replayed_steps_and_their_weights_are_the_recorded_ones(path: Path) -> None:
+    units = json.loads(path.read_text())
+    weights = units["cj_block_step_weights"]
+    exists = torch.tensor(weights["attention_mask"]).bool()
+    prompt = weights["prompt_section_length"]
+    response = exists & (torch.arange(exists.shape[1]) >= prompt)
+    step = torch.full(exists.shape, -1)
+    step[:, prompt:] = torch.tensor(weights["local_step_map_0based"])
+    block = block_index(exists, response, weights["block_length"], "global")
+    assert torch.equal(dense_steps(step, block), step)
+
+    shares = step_shares("transition_mean", response & (step >= 0), step, response_mask=response, block=block)
+    found = shares.weight[:, prompt:]
+    expected = torch.tensor(weights["weights_B_K_R"]).sum(1).to(found.dtype)
+    torch.testing.assert_close(found / found.sum(1, keepdim=True), expected)
+
+    # Recorded inputs mask the padding behind a response too; nothing reads it.
+    ids = torch.arange(100, 100 + exists.shape[1]).expand_as(step)
+    rows = states_from_steps(ids, response, step, response, -7)
+    for number, recorded in enumerate(units["cj_step_inputs"]["steps"]):
+        noisy, target = torch.tensor(recorded["noisy_ids"]), torch.tensor(recorded["target_mask"]).bool()
+        assert recorded["local_step"] == number
+        assert torch.equal(rows.noisy_ids[:, number][exists], noisy[exists])
+        assert torch.equal(rows.score_mask[:, number], target)
