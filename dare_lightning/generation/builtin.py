@@ -224,8 +224,7 @@ class BuiltinBackend:
         if policy.block_length is not None:
             raise ValueError(
                 f"the policy is a block-diffusion model (block_length={policy.block_length}), which must not see later "
-                "blocks; the built-in backend shows it all masks of the response: choose a masked model (block_length "
-                "None), or a rollout backend for block diffusion"
+                "blocks; the built-in backend shows it all masks of the response: use rollout=block, or a masked model"
             )
         with using_attention(policy, self.attention):
             pass
