@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import lightning as L
 import torch
@@ -24,7 +24,7 @@ from dare_lightning.evaluation.benchmark import Benchmark
 from dare_lightning.evaluation.fingerprint import weights_fingerprint
 from dare_lightning.evaluation.isolation import untouched_process
 from dare_lightning.evaluation.likelihood import negative_elbo
-from dare_lightning.evaluation.results import SUFFIX, Record, sha256_of_json
+from dare_lightning.evaluation.results import SUFFIX, Record, plain, sha256_of_json
 from dare_lightning.evaluation.runner import LIKELIHOOD, OnError, Suite, checked_on_error
 from dare_lightning.evaluation.service import PolicyService
 from dare_lightning.families.base import PolicyModel
@@ -37,6 +37,16 @@ log = logging.getLogger(__name__)
 Unit = Literal["rollouts", "steps"]
 FOLDER = "evaluations"
 _NO_LIMIT = 1 << 20  # a given answer is scored whole
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A sampler that says what a completion depends on besides prompt, seed and weights."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Names and values."""
+        ...
 
 
 class OpenCompassEval(L.Callback):
@@ -196,6 +206,9 @@ class OpenCompassEval(L.Callback):
         file = _free_file(run_folder(trainer) / FOLDER, trainer.global_step)
         log_file = file.with_name(file.name.removesuffix(SUFFIX) + ".log")
         policy = method.policy
+        found = self.suite.run(service, policy.tokenizer, log_file)
+        for name, result in found.items():
+            result.settings |= plain(self._means(name))
         self.record = Record(
             step=trainer.global_step,
             rollout=trainer.current_epoch + int(trainer.state.fn == "fit"),
@@ -207,7 +220,7 @@ class OpenCompassEval(L.Callback):
                 "tokenizer_sha256": sha256_of_json([policy.tokenizer.get_vocab(), policy.tokenizer.chat_template]),
             },
             settings=self.settings,
-            benchmarks=self.suite.run(service, policy.tokenizer, log_file),
+            benchmarks=found,
             recipe=self.recipe,
         )
         self._keep(trainer, self.record, file)
@@ -219,10 +232,17 @@ class OpenCompassEval(L.Callback):
     def settings(self) -> dict[str, Any]:
         """Of the evaluation as a whole, for the record."""
         return self.suite.settings | {
-            "decoding": self.decoding,
-            "backends": {name: type(backend).__name__ for name, backend in self.backends.items()},
+            "decoding": plain(self.decoding),
             "likelihood_rows": self.likelihood_rows,
         }
+
+    def _means(self, name: str) -> dict[str, Any]:
+        """How a benchmark's answers come about, all settings of the sampler in force."""
+        if self.suite.benchmarks[name].mode == "likelihood":
+            return {"likelihood_rows": self.likelihood_rows}
+        backend = self.backends[name]
+        said = backend.settings if isinstance(backend, Described) else {}
+        return {"sampler": {"class": type(backend).__name__, **said}, "seed": self.suite.seed}
 
     def _keep(self, trainer: L.Trainer, record: Record, file: Path) -> None:
         try:

@@ -156,6 +156,8 @@ def test_the_record_has_everything_that_a_score_depends_on(trained: Any) -> None
     assert record.policy["class"] == "LLaDA"
     result = record.benchmarks["gsm8k"]
     assert result.settings["limit"] == 2
+    assert result.settings["sampler"] == {"class": "BuiltinBackend", **BuiltinBackend(**SHORT).settings}
+    assert record.benchmarks["arc_c"].settings["likelihood_rows"] == 2
     assert [file["file"] for file in result.data] == ["data/gsm8k/test.jsonl", "data/gsm8k/train.jsonl"]
     assert len(result.items) == 2
     assert all(entry.prompt_sha256 and entry.gold and entry.tokens for entry in result.items)
