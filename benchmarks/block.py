@@ -104,7 +104,7 @@ def supervised(policy: SDAR, columns: int) -> dict[str, Any]:
 
 
 def reinforcement(policy: SDAR, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-    """One step of CJ-GRPO end to end: rollout, old log-probs, update."""
+    """One step of CJ-GRPO end to end: rollout and update; ours needs no old log-probs where one update follows."""
     backend = BlockBackend(new_tokens, steps=MostConfident(), temperature=1.0, early_stop="never")
     backend.update_weights(policy, 0)
     module = CJGRPO(policy, partial(torch.optim.SGD, lr=0.1))
@@ -116,7 +116,7 @@ def reinforcement(policy: SDAR, prompts: list[list[int]], new_tokens: int) -> di
 
     def ours() -> None:
         batch = rewarded(backend.generate(prompts, range(len(prompts))))
-        batch = module.freeze_policies(batch, 1, keep_old=True)
+        batch = module.freeze_policies(batch, 1, keep_old=False)
         batch = replace(batch, denominator=module.count(batch))
         module.loss_and_metrics(module.corrupt(batch), batch)[0].backward()
 

@@ -29,10 +29,18 @@ class HeldOutValidation(L.Callback):
         backend: what generates; usually the rollout's with temperature 0.
         table_rows: how many samples go into the samples table.
         likelihood_rows: noisy rows for each reference answer, whose likelihood bound is then measured; 0 is off.
+        block_backend: generates in its place where the policy is a block-diffusion one.
     """
 
-    def __init__(self, backend: GenerationBackend, table_rows: int = 8, likelihood_rows: int = 0) -> None:
+    def __init__(
+        self,
+        backend: GenerationBackend,
+        table_rows: int = 8,
+        likelihood_rows: int = 0,
+        block_backend: GenerationBackend | None = None,
+    ) -> None:
         self.backend = backend
+        self.block_backend = block_backend
         self.table_rows = table_rows
         self.likelihood_rows = likelihood_rows
         self.progress: Progress | None = None
@@ -42,6 +50,8 @@ class HeldOutValidation(L.Callback):
         """Refuse what cannot work."""
         if not isinstance(pl_module, DiffusionPolicyModule):
             raise ValueError(f"held-out validation needs a DiffusionPolicyModule, found {type(pl_module).__name__}")
+        if pl_module.policy.block_length is not None and self.block_backend is not None:
+            self.backend = self.block_backend
         self.backend.validate(pl_module.policy)
 
     def on_validation_batch_end(

@@ -70,7 +70,9 @@ def export_policy(
             raise ValueError(f"dtype={dtype!r} applies to a complete model; an adapter alone keeps its own")
         save_adapter(policy, folder)
         return ExportReport(folder, _names(folder))
-    state = {name: value.to(dtype=wanted) for name, value in merged_state_dict(policy).items()}
+    buffers = {name for name, _ in policy.named_buffers()}
+    # The bias of a router is no weight: rounded, it would choose other experts.
+    state = {n: v if n in buffers else v.to(dtype=wanted) for n, v in merged_state_dict(policy).items()}
     difference = scale = None
     if has_adapter(policy):
         difference, scale = _merge_difference(policy, state)

@@ -11,7 +11,11 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from dare_lightning.callbacks.validation import HeldOutValidation
+from dare_lightning.families.tiny import new_tiny_sdar
+from dare_lightning.generation.block import BlockBackend
+from dare_lightning.methods.coupled_grpo import CoupledGRPO
 from tests.equalities.conftest import Offline, Online, Record, sampler, trainer
+from tests.tiny import tiny_llada
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +73,11 @@ def test_any_other_module_is_refused() -> None:
     runner = trainer([HeldOutValidation(sampler(0.0))])
     with pytest.raises(ValueError, match="needs a DiffusionPolicyModule, found BoringModel"):
         runner.validate(BoringModel())
+
+
+def test_a_block_policy_is_answered_by_the_backend_for_blocks() -> None:
+    callback = HeldOutValidation(sampler(0.0), block_backend=BlockBackend(max_new_tokens=4))
+    for policy, expected in ((tiny_llada(), "BuiltinBackend"), (new_tiny_sdar(1, 16, 2), "BlockBackend")):
+        method = CoupledGRPO(policy, torch.optim.SGD)
+        callback.setup(trainer([]), method, "fit")
+        assert type(callback.backend).__name__ == expected

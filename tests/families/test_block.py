@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dare_lightning.export.policy import export_policy
 from dare_lightning.families import tiny
 from dare_lightning.families.adapters import LoRA
 from dare_lightning.families.attention import View
@@ -167,6 +168,16 @@ def test_a_round_trip_is_bit_exact_and_keeps_wide_router_biases(build: Any, tmp_
         torch.testing.assert_close(again.state_dict(), policy.state_dict(), rtol=0, atol=0)
     assert again.config == policy.config | {"torch_dtype": "bfloat16"}
     assert again.block_length == 4
+
+
+def test_an_export_in_a_narrow_dtype_keeps_wide_router_biases(tmp_path: Path) -> None:
+    policy = tiny.new_tiny_llada2(layers=2, width=16, heads=2)
+    policy.model.layers[1].mlp.gate.expert_bias.fill_(1 / 3)
+    export_policy(policy, tmp_path / "exported", dtype="bfloat16")
+    written = load_file(tmp_path / "exported" / "model.safetensors")
+    bias = "model.layers.1.mlp.gate.expert_bias"
+    assert {value.dtype for name, value in written.items() if name != bias} == {torch.bfloat16}
+    torch.testing.assert_close(written[bias], torch.full((4,), 1 / 3), rtol=0, atol=0)
 
 
 def test_every_pair_of_the_rule_of_visibility() -> None:
