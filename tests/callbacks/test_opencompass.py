@@ -164,7 +164,7 @@ def test_the_record_has_everything_that_a_score_depends_on(trained: Any) -> None
     assert set(record.benchmarks["arc_c"].items[0].losses or {}) == set("ABCD")
 
 
-def test_benchmark_and_reward_judge_a_policys_answers_alike(trained: Any) -> None:
+def test_benchmark_and_reward_judge_a_policys_answers_alike(trained: Any, tmp_path: Path) -> None:
     """The policy's answers to the same prompts with the same seeds, scored as training scores them."""
     run, evaluation, _, _, _ = trained
     result = evaluation.record.benchmarks["sudoku"]
@@ -182,9 +182,9 @@ def test_benchmark_and_reward_judge_a_policys_answers_alike(trained: Any) -> Non
         asked.extend(question.seed for question in questions)
         return answers(policy, backend, questions)
 
-    fresh = callback({"sudoku": sudoku(limit=6)}, Path.cwd(), at_start=True)
+    fresh = callback({"sudoku": sudoku(limit=6)}, tmp_path, at_start=True)
     fresh._answers = seeing  # type: ignore[method-assign]
-    trainer([fresh]).validate(run.method, datamodule=run.data, verbose=False)
+    trainer([fresh], default_root_dir=tmp_path).validate(run.method, datamodule=run.data, verbose=False)
     prompts = [encode_prompt(run.policy.tokenizer, example.messages) for example in examples]
     assert completion_texts(run.policy, backend.generate(prompts, asked)) == [
         entry.prediction for entry in result.items
