@@ -127,6 +127,18 @@ def test_packed_samples_get_what_they_get_in_rows_of_their_own(build: Any) -> No
     torch.testing.assert_close(together[0, 15:], policy.denoise(noisy[3:4], clean[3:4], exists[3:4])[0])
 
 
+def test_packed_samples_are_scored_apart_wherever_their_scored_tokens_lie(build: Any) -> None:
+    policy, (_, clean, _) = build(), sample()
+    exists, scored = torch.ones(2, 8, dtype=torch.bool), torch.zeros(2, 8, dtype=torch.bool)
+    scored[:, 1] = True
+    clean = clean[[0, 3], :8]
+    noisy, block = clean.masked_fill(scored, MASK), count_blocks(clean, exists, 4)
+    apart = token_log_probs(policy, noisy, clean, exists, scored)
+    packed = [part.flatten()[None] for part in (noisy, clean, exists, scored, block)]
+    together = token_log_probs(policy, *packed[:4], block_ids=packed[4])
+    torch.testing.assert_close(together.view(2, 8), apart)
+
+
 def test_blocks_may_be_counted_from_the_response(build: Any) -> None:
     policy, (noisy, clean, exists) = build(), sample()
     block = torch.where(exists, (torch.arange(15) + 1) // 4, -1)
