@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -206,12 +207,18 @@ def test_every_pair_of_the_rule_of_visibility() -> None:
     assert BlockVisibility(block, copy).pairs()[0].int().tolist() == expected
 
 
+@cache
+def sdar_tokenizer() -> Any:
+    """The published tokenizer, which the dense and the sparse model share."""
+    return load_tokenizer(shared_file("published/SDAR-8B-Chat"))
+
+
 @pytest.mark.parametrize("name", ["SDAR-8B-Chat", "SDAR-30B-A3B-Chat", "LLaDA2.0-mini", "LLaDA2.1-mini"])
 def test_the_published_model_has_the_published_tensors(name: str) -> None:
     folder = shared_file(f"published/{name}")
     config = json.loads((folder / "config.json").read_text())
     sdar = name.startswith("SDAR")
-    tokenizer = load_tokenizer(shared_file("published/SDAR-8B-Chat")) if sdar else tiny.character_tokenizer()
+    tokenizer = sdar_tokenizer() if sdar else tiny.character_tokenizer()
     with torch.device("meta"):
         policy = find_family(config, folder)(config, tokenizer, mask_token_id=None if sdar else 156895)
     index = json.loads((folder / "model.safetensors.index.json").read_text())

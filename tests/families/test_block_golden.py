@@ -22,7 +22,7 @@ from tests.shared import fixture_model, golden_files
 
 ATOL = 2e-4
 GOLDEN = golden_files("models/sdar*.json") + golden_files("models/llada2*.json")
-KERNELS = ["eager", "sdpa", "varlen", "flex"]
+KERNELS = ["eager", "sdpa", "flex"]  # varlen takes the way of sdpa where there are blocks
 
 
 class Case(NamedTuple):
