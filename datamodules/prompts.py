@@ -328,6 +328,7 @@ class PromptDataModule(L.LightningDataModule):
                 "rollout": self.buffer.rollout,
                 "metrics": self.buffer.metrics,
                 "columns": {name: value.cpu() for name, value in self.buffer.batch.columns()},
+                "block_origin": self.buffer.batch.block_origin,
             }
         # Lightning hands the loader its state back on some resumes and not on those from the end of an epoch.
         position = self._position if self.loader is None else self.loader.state_dict()
@@ -349,7 +350,8 @@ class PromptDataModule(L.LightningDataModule):
         saved = buffers[rank]
         known = {f.name for f in fields(SequenceBatch)}
         columns = {name: value for name, value in saved["columns"].items() if name in known}
-        self.buffer = Buffer(saved["rollout"], SequenceBatch(**columns), dict(saved["metrics"]))
+        batch = SequenceBatch(**columns, block_origin=saved.get("block_origin", "global"))
+        self.buffer = Buffer(saved["rollout"], batch, dict(saved["metrics"]))
 
 
 # Salts that keep unrelated streams of one seed apart.
