@@ -76,6 +76,8 @@ def narrowed(
     place = _groups(clean, block)
     # All rows of a sequence keep what one of them needs, so that they go on sharing their clean half.
     last = last.new_full((len(last),), -1).scatter_reduce_(0, place, last, "amax")[place]
+    # Where nothing is scored the first block stays, so that every parameter has a gradient (of 0).
+    last = torch.maximum(last, torch.where(exists, block, block.max()).amin(1))
     # Where samples are packed into a row, a cut could hide where the next one begins.
     kept = exists & ((block <= last[:, None]) | (_samples(block) > 0).any(1, keepdim=True))
     return torch.where(scored, noisy, clean), kept, torch.where(kept, block, -1)

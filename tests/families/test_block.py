@@ -109,6 +109,14 @@ def test_what_was_noised_alone_is_read_twice(build: Any) -> None:
     torch.testing.assert_close(found[scored], by_hand)
 
 
+def test_rows_that_score_nothing_still_give_every_parameter_a_gradient_of_zero(build: Any) -> None:
+    policy, (noisy, clean, exists) = build(), sample()
+    found = token_log_probs(policy, noisy, clean, exists, torch.zeros_like(exists))
+    found.sum().backward()
+    assert not found.any()
+    assert all(weight.grad is not None and not weight.grad.any() for weight in policy.parameters())
+
+
 def test_a_row_gets_what_it_gets_alone(build: Any) -> None:
     policy, (noisy, clean, exists) = build(), sample()
     together = policy.denoise(noisy, clean, exists)
