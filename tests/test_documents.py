@@ -51,7 +51,8 @@ def test_commands_are_accepted(document: str, command: str, tmp_path: Path, monk
     (tmp_path / "FOLDER").mkdir()
     (tmp_path / "FILE.parquet").touch()
     # The policy inside the package is the business of other tests.
-    (tmp_path / "assets" / "tiny_sudoku").mkdir(parents=True)
+    for policy in ("tiny_sudoku", "tiny_sudoku_block"):
+        (tmp_path / "assets" / policy).mkdir(parents=True)
     monkeypatch.setattr("dare_lightning.cli.compose.ASSETS", tmp_path / "assets")
     monkeypatch.chdir(tmp_path)
     arguments = parse(shlex.split(command))

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from dare_lightning.datamodules.chat import encode_prompt
 from dare_lightning.diffusion.trajectory import dense_steps, states_from_steps
+from dare_lightning.evaluation.benchmarks.sudoku import SudokuTask
 from dare_lightning.families.base import token_log_probs
+from dare_lightning.families.load import load_policy
 from dare_lightning.families.tiny import new_tiny_llada, new_tiny_llada2, new_tiny_sdar
 from dare_lightning.generation.block import BlockBackend
 from dare_lightning.generation.block_engine import Editing
@@ -23,6 +26,8 @@ from dare_lightning.generation.block_steps import (
 )
 from dare_lightning.generation.builtin import BuiltinBackend
 from dare_lightning.replay.batch import SequenceBatch
+from dare_lightning.rewards.sudoku import SudokuReward
+from tests.shared import ROOT
 from tests.tiny import EOS, MASK, PAD
 
 # Shorter than a block, whole blocks, and blocks with a rest; two are equal.
@@ -252,3 +257,13 @@ def test_a_family_with_experts_decodes_in_a_batch_as_alone() -> None:
             == (responses(together)[row])
         )
     assert together.ids[0, 0] == PAD
+
+
+def test_the_policy_of_the_package_solves_some_puzzles_and_not_all() -> None:
+    shipped: Any = load_policy(str(ROOT / "dare_lightning" / "assets" / "tiny_sudoku_block"))
+    examples = SudokuTask(form="compact", empty=8).examples("heldout", 48, seed=42)
+    prompts = [encode_prompt(shipped.tokenizer, example.messages) for example in examples]
+    batch = generated(shipped, prompts, range(48), max_new_tokens=17, steps=MostConfident())
+    texts = [shipped.tokenizer.decode(row[:16]) for row in responses(batch)]
+    solved = sum(verdict.status == "right" for verdict in SudokuReward(form="compact")(texts, examples))
+    assert 0 < solved < 40
