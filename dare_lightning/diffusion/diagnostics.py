@@ -1,7 +1,7 @@
 """What every method reports under the same names, so that methods compare.
 
-All values are pairs (sum, weight); the reported value is their quotient over the whole optimiser step. `ratio_max` and
-`effective_sample_size` are no sums: they are means over the parts of the step that were scored together.
+All values are pairs (sum, weight); the reported value is their quotient over the whole optimiser step. `ratio_max` is
+no sum: it is the mean over the parts of the step that were scored together.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ def ratio_metrics(
         old_kl: float, an estimate of the divergence from the old policy, elementwise.
 
     Returns:
-        clip_fraction, dual_clip_fraction, ratio_mean, ratio_max, ratio_clamped_fraction, old_kl and
-        effective_sample_size, which is (sum r)^2 / (n sum r^2): 1 where all ratios are equal.
+        clip_fraction, dual_clip_fraction, ratio_mean, ratio_square_mean, ratio_max, ratio_clamped_fraction, old_kl.
     """
     count = mask.sum().to(ratio)
     kept = torch.where(mask, ratio, 0.0)
@@ -35,15 +34,27 @@ def ratio_metrics(
         "clip_fraction": clipped & mask,
         "dual_clip_fraction": dual_clipped & mask,
         "ratio_mean": kept,
+        "ratio_square_mean": kept.square(),
         "ratio_clamped_fraction": clamped & mask,
         "old_kl": torch.where(mask, old_kl, 0.0),
     }
     metrics: Metrics = {name: (value.sum().to(ratio), count) for name, value in sums.items()}
     any_counts = mask.any().to(ratio)
     metrics["ratio_max"] = (kept.max() * any_counts, any_counts)
-    squares = kept.square().sum().clamp_min(torch.finfo(ratio.dtype).tiny)
-    metrics["effective_sample_size"] = (kept.sum().square() / squares, count)
     return metrics
+
+
+def derived(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What follows from the reported values of a whole optimiser step, and not from its parts.
+
+    Returns:
+        effective_sample_size, (sum r)^2 / (n sum r^2) of the importance ratios: 1 where all are equal. Nothing for a
+        method without ratios.
+    """
+    if "ratio_square_mean" not in values:
+        return {}
+    squares = values["ratio_square_mean"].clamp_min(torch.finfo(torch.float64).tiny)
+    return {"effective_sample_size": values["ratio_mean"].square() / squares}
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dare_lightning.diffusion.advantages import group_advantages
+from dare_lightning.diffusion.diagnostics import derived
 from dare_lightning.diffusion.rows import Rows
 from dare_lightning.families.adapters import adapters_disabled, has_adapter
 from dare_lightning.families.base import PolicyModel, token_log_probs
@@ -361,7 +362,8 @@ class DiffusionPolicyModule(L.LightningModule):
         pairs = torch.stack([torch.stack(pair).double() for pair in self._step_metrics.values()])
         totals, weights = sum_over_ranks(pairs, self.device).unbind(1)
         values = totals / weights.clamp_min(torch.finfo(weights.dtype).tiny)
-        for name, value in zip(self._step_metrics, values, strict=True):
+        named = dict(zip(self._step_metrics, values, strict=True))
+        for name, value in (named | derived(named)).items():
             self.log(f"train/{name}", value, prog_bar=name == "loss")
         self._step_metrics.clear()
 

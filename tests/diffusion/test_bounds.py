@@ -15,7 +15,7 @@ from dare_lightning.diffusion.bounds import (
     sandwich_bounds,
     sandwiched,
 )
-from dare_lightning.diffusion.diagnostics import estimator_spread, ratio_metrics
+from dare_lightning.diffusion.diagnostics import derived, estimator_spread, ratio_metrics
 from dare_lightning.diffusion.losses import ClipRange
 from dare_lightning.diffusion.preference import dpo_loss, find_pairs, margins
 
@@ -125,8 +125,9 @@ def test_the_effective_sample_size_falls_with_the_spread_of_the_ratios() -> None
     ratio, nothing = _double(1.0, 3.0, 99.0), torch.zeros(3, dtype=torch.bool)
     mask = torch.tensor([True, True, False])
     metrics = ratio_metrics(ratio, mask, nothing, nothing, nothing, torch.zeros_like(ratio))
-    values = {name: float(total / weight) for name, (total, weight) in metrics.items()}
-    assert values["effective_sample_size"] == pytest.approx(16 / 10 / 2)
+    values = {name: total / weight for name, (total, weight) in metrics.items()}
+    assert float(derived(values)["effective_sample_size"]) == pytest.approx(16 / 10 / 2)
+    assert derived({}) == {}
     assert values["ratio_mean"] == 2
     assert values["ratio_max"] == 3
 

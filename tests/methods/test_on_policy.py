@@ -72,7 +72,7 @@ def test_every_first_pass_has_ratio_one_and_no_divergence(method: Any, adapter: 
             metrics = _metrics(module, replace(batch.select(part), iteration=iteration))
             assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
             assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
-            assert metrics["effective_sample_size"] == pytest.approx(1, abs=1e-5)
+            assert metrics["ratio_square_mean"] == pytest.approx(1, abs=1e-5)
             assert metrics["old_kl"] == pytest.approx(0, abs=1e-6)
             assert metrics["clip_fraction"] == 0
             assert metrics["kl"] == pytest.approx(0, abs=1e-6)

@@ -180,7 +180,7 @@ def test_gradient_plans_agree(
     planned, batch = _module(method, settings, block_length, gradient_plan=plan, rows_per_forward=rows_per_forward)
     got = run(planned, planned.corrupt(batch), batch)
     _assert_same(got, expected)
-    for name in expected.metrics.keys() - {"ratio_max", "effective_sample_size"}:  # means over parts, not sums
+    for name in expected.metrics.keys() - {"ratio_max"}:  # means over parts, not sums
         assert got.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-9, abs=1e-15), name
 
 
