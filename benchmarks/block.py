@@ -40,7 +40,7 @@ def run(quick: bool) -> list[dict[str, Any]]:
     layers, width, rows = (1, 32, 2) if quick else (3, 128, 4)
     config = sdar_config(layers, width, 4, BLOCK, VOCABULARY)
     policy = SDAR.from_config(config, character_tokenizer(), seed=0)
-    new, columns, answer = (16, 64, 16) if quick else (512, 1024, 128)
+    new, columns, answer = (16, 64, 16) if quick else (512, 1024, 256)
     prompts = [torch.randint(7, 100, (60 + 3 * row,)).tolist() for row in range(rows)]
     return [
         decoding(policy, prompts, new),
