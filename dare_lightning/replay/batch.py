@@ -41,8 +41,8 @@ class SequenceBatch:
         step_advantage: float32 [B, T], an advantage for each forward pass instead of one for the sequence.
         node_index: int64 [B, D], for completions grown as a tree the node each belongs to at depth 1 to D; the numbers
             of one depth are those of different nodes, and the deepest is the completion's own.
-        target_probs: float32 [B, T, L], for the token of each row the probability that a target distribution gives it; 0
-            where the target does not ask for it.
+        target_probs: float32 [B, T, L], for the token of each row the probability that a target distribution gives it;
+            0 where the target does not ask for it.
         target_weight: float32 [B, T], what the distance of each row from its target weighs.
         block_origin: where the blocks of a block-diffusion policy were counted from when it wrote: "global", from the
             first token of the prompt, or "response", from the first one of the response.
