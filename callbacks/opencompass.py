@@ -132,7 +132,8 @@ class OpenCompassEval(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """After every `every` optimiser steps."""
-        stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        # A short last window of an epoch makes a step as well, so the step itself says whether one was made.
+        stepped = trainer.global_step > 0 and trainer.global_step != self._last_step
         if self.unit == "steps" and self.every is not None and stepped and trainer.global_step % self.every == 0:
             self._evaluate_and_log(trainer, pl_module)
 

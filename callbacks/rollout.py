@@ -25,6 +25,9 @@ from dare_lightning.rewards.base import Example, Reward, Verdict, sample_name
 
 log = logging.getLogger(__name__)
 
+_ANSWERS_AT_ONCE = 1024
+"""Proposals of single steps that are verified in one call."""
+
 
 def precision_of_updates(trainer: L.Trainer) -> AbstractContextManager[None]:
     """Autocast where updates run under it. True half precision needs no context: the weights say it."""
@@ -33,10 +36,11 @@ def precision_of_updates(trainer: L.Trainer) -> AbstractContextManager[None]:
 
 
 def completion_texts(policy: PolicyModel, batch: SequenceBatch) -> list[str]:
-    """The text of each completion up to its first end token, special tokens left out."""
+    """The text of what counts of each completion, up to its first end token, special tokens left out."""
     ends = set(policy.stop_token_ids)
     texts = []
-    for ids, written in zip(batch.ids.tolist(), batch.response_mask.tolist(), strict=True):
+    counted = batch.response_mask & batch.completion_mask
+    for ids, written in zip(batch.ids.tolist(), counted.tolist(), strict=True):
         answer = [token for token, own in zip(ids, written, strict=True) if own]
         stop = next((place for place, token in enumerate(answer) if token in ends), len(answer))
         texts.append(policy.tokenizer.decode(answer[:stop], skip_special_tokens=True))
@@ -86,9 +90,14 @@ def step_rewards(
     _, place = torch.unique(read, dim=0, return_inverse=True)
     first = torch.full((int(place.max()) + 1,), len(row), device=place.device)
     first.scatter_reduce_(0, place, torch.arange(len(row), device=place.device), "amin")
-    answers = replace(batch.select(row[first]), ids=batch.proposals[row[first], step[first]])
-    _, verdicts = scored(policy, reward, answers, [examples[i] for i in row[first].tolist()])
-    found = torch.tensor([verdict.reward for verdict in verdicts], dtype=torch.float32, device=place.device)
+    # Proposals may be longer than the answer that came of them; the columns of all passes would be copied for each.
+    lean = replace(batch, states=None, proposals=None, confidence=None, completion_mask=batch.response_mask)
+    rewards = []
+    for part in first.split(_ANSWERS_AT_ONCE):
+        answers = replace(lean.select(row[part]), ids=batch.proposals[row[part], step[part]])
+        _, verdicts = scored(policy, reward, answers, [examples[i] for i in row[part].tolist()])
+        rewards += [verdict.reward for verdict in verdicts]
+    found = torch.tensor(rewards, dtype=torch.float32, device=place.device)
     return torch.zeros(count, passes, device=place.device).masked_scatter(made, found[place])
 
 

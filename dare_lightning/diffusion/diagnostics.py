@@ -1,7 +1,8 @@
 """What every method reports under the same names, so that methods compare.
 
 All values are pairs (sum, weight); the reported value is their quotient over the whole optimiser step. `ratio_max` is
-no sum: it is the mean over the parts of the step that were scored together.
+no sum: it is the mean over the parts of the step that were scored together. Samples without advantage, which are not
+run where no reference needs them, count as ratio 1.
 """
 
 from __future__ import annotations

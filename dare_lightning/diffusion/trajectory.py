@@ -33,6 +33,9 @@ class Subset(NamedTuple):
     scale: Tensor
 
 
+# Keeps the stream apart from others of a sample; corruption.py and blocks.py have theirs.
+_STEPS = 21
+
 UNUSED = torch.iinfo(torch.int64).max
 """A step that no sample has: nothing is hidden but what was never written, and nothing is scored."""
 
@@ -131,7 +134,7 @@ def draw_steps(step: Tensor, counted: Tensor, noise_seed: Tensor, salt: tuple[in
     drawn, scale = [], []
     for seed, steps, keep in zip(noise_seed.tolist(), step.cpu(), (counted & (step >= 0)).cpu(), strict=True):
         known = steps[keep].unique()
-        order = torch.randperm(len(known), generator=generator(seed, *salt))[:most]
+        order = torch.randperm(len(known), generator=generator(seed, _STEPS, *salt))[:most]
         drawn.append(known[order.sort().values])
         scale.append(len(known) / max(len(order), 1))
     at = torch.full((len(drawn), max(1, *map(len, drawn))), UNUSED)

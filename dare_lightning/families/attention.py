@@ -146,7 +146,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
     Returns:
         float [B, L, H * D].
     """
-    q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
+    # Under autocast a norm of queries and keys leaves them in float32, beside values in half precision.
+    q, k = (rotate(part, context.cos, context.sin).to(v.dtype) for part in (q, k))
     if context.view is not None:
         k, v = context.view.keys(context.layer, k, v)
     return context.kernel(q, k, v).transpose(1, 2).flatten(2)

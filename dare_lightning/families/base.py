@@ -196,7 +196,7 @@ def chosen_log_probs(policy: PolicyModel, hidden: Tensor, targets: Tensor, tempe
             logits = logits / temperature
         return logits.gather(-1, wanted[:, None]).squeeze(-1) - logits.logsumexp(-1)
 
-    size = max(1, MAX_LOGITS // policy.logits(hidden[:1].detach()).shape[-1])
+    size = max(1, MAX_LOGITS // policy.logits(hidden[:0].detach()).shape[-1])
     if len(hidden) <= size:
         return score(hidden, targets)
     pieces = [

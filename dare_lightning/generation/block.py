@@ -93,12 +93,13 @@ class BlockBackend:
     @property
     def capabilities(self) -> Capabilities:
         """What these settings give. Where tokens are written again, their last steps do not tell earlier states."""
-        left = self._steps.from_the_left and self._steps.one_a_pass(self.block_length or 2**31)
+        kept = self.eos_policy != "truncate"
+        left = kept and self._steps.from_the_left and self._steps.one_a_pass(self.block_length or 2**31)
         return Capabilities(
             stochastic=True,
-            commit_steps=self.editing is None and self.eos_policy != "truncate",
+            commit_steps=self.editing is None and kept,
             log_probs=True,
-            states=True,
+            states=kept,
             left_to_right=left and self.editing is None,
         )
 

@@ -197,15 +197,16 @@ class BuiltinBackend:
     @property
     def capabilities(self) -> Capabilities:
         """What these settings give."""
-        # Whether a token stays what and where it was when it was written.
-        stays = not self.running_confidence and self.lengths is None
+        # Whether a token stays what and where it was when it was written, and is there in training.
+        kept = self.eos_policy != "truncate"
+        stays = kept and not self.running_confidence and self.lengths is None
         return Capabilities(
             stochastic=True,
             commit_steps=stays,
             log_probs=True,
-            states=self.cache is None and self.lengths is None,
+            states=kept and self.cache is None and self.lengths is None,
             left_to_right=self.layout.widest == 1 and stays,
-            tree=self._tree is not None,
+            tree=kept and self._tree is not None,
             group_size=None if self._tree is None else self._tree.leaves,
         )
 

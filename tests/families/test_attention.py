@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from dare_lightning.families import attention
 from dare_lightning.families.attention import KeyValueCache, Packing, View
 from dare_lightning.families.base import using_attention
 from dare_lightning.families.tiny import new_tiny_dream, new_tiny_llada, new_tiny_llada_moe
@@ -113,3 +115,17 @@ def test_a_view_hides_keys_from_single_tokens(policy: Any) -> None:
     visible[:, :4, 4:] = False
     hidden = policy.hidden_states(ids, view=View(positions, visible))
     torch.testing.assert_close(hidden[:, :4], policy.hidden_states(ids[:, :4]))
+
+
+def test_queries_keys_and_values_have_one_dtype_under_autocast(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    kernel = attention.sdpa
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        seen.append({q.dtype, k.dtype, v.dtype})
+        return kernel(q, k, v, bias)
+
+    monkeypatch.setitem(attention.KERNELS, "sdpa", partial(attention._Masked, spy))
+    with torch.autocast("cpu", torch.bfloat16):
+        policy.float().hidden_states(_ids(2, 5))
+    assert seen == [{torch.bfloat16}] * 2

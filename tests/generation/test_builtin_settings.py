@@ -63,3 +63,9 @@ def test_the_policy_is_used_in_place_and_later_weights_are_seen(backend, policy)
     before = built.generate([[5, 6, 7]], [0]).ids
     policy.load_state_dict(tiny_llada(seed=8).state_dict())
     assert not before.equal(built.generate([[5, 6, 7]], [0]).ids)
+
+
+def test_where_tokens_after_the_end_are_cut_off_no_trajectory_is_offered():
+    # What the sampler read is not what training reads, so states rebuilt from steps would never have existed.
+    offered = BuiltinBackend(max_new_tokens=8, block_length=1, steps=8, eos_policy="truncate").capabilities
+    assert not (offered.commit_steps or offered.states or offered.left_to_right or offered.tree)
