@@ -68,4 +68,4 @@ def test_the_policy_is_used_in_place_and_later_weights_are_seen(backend, policy)
 def test_where_tokens_after_the_end_are_cut_off_no_trajectory_is_offered():
     # What the sampler read is not what training reads, so states rebuilt from steps would never have existed.
     offered = BuiltinBackend(max_new_tokens=8, block_length=1, steps=8, eos_policy="truncate").capabilities
-    assert not (offered.commit_steps or offered.states or offered.left_to_right or offered.tree)
+    assert not any((offered.commit_steps, offered.states, offered.left_to_right, offered.tree))
