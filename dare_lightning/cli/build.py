@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 from dataclasses import dataclass
@@ -122,8 +123,17 @@ def build_callbacks(cfg: DictConfig, method: DiffusionPolicyModule, run_dir: Pat
     return callbacks
 
 
+def _keep_table(run_dir: Path) -> None:
+    """Number an earlier run's table of metrics: Lightning's CSV logger deletes it when it starts in the same folder."""
+    table = run_dir / "csv" / "metrics.csv"
+    if table.exists():
+        number = next(n for n in itertools.count(1) if not table.with_name(f"metrics.{n}.csv").exists())
+        table.rename(table.with_name(f"metrics.{number}.csv"))
+
+
 def build_loggers(cfg: DictConfig, run_dir: Path) -> list[Logger]:
     """The trackers, told the full configuration."""
+    _keep_table(run_dir)
     loggers: list[Logger] = [instantiate(node) for node in (cfg.get("logger") or {}).values()]
     plain = OmegaConf.to_container(cfg, resolve=True)
     for logger in loggers:

@@ -71,7 +71,7 @@ def check_family(expected: type, config: dict[str, Any], folder: Path) -> None:
     if found is not expected:
         raise ValueError(
             f"{folder} is {_describe(config)}, which {expected.__name__} does not read; "
-            f"load it with {found.__module__}.{found.__name__}"
+            f"load it with {found.__module__}.{found.__name__} (model={found.__module__.rpartition('.')[2]})"
         )
 
 

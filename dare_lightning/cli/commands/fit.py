@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -95,7 +95,7 @@ def _finish(cfg: DictConfig, run_dir: Path, objects: Objects, summary: Summary |
     if summary is not None:
         summary.model_dir = str(model_dir)
         checkpoint = _last_checkpoint(objects.trainer)
-        summary.next_commands = next_commands(objects, checkpoint)
+        summary.next_commands = next_commands(objects, checkpoint, _typed(run_dir))
         (run_dir / "history.json").write_text(json.dumps(summary.history, indent=2), encoding="utf-8")
         print(summary.text(objects.trainer), flush=True)
 
@@ -110,8 +110,8 @@ def _last_checkpoint(trainer: L.Trainer) -> Path | None:
     return saved[0] if saved else None
 
 
-def next_commands(objects: Objects, checkpoint: Path | None) -> list[str]:
-    """What to try after a run that left this checkpoint, for pasting into a shell."""
+def next_commands(objects: Objects, checkpoint: Path | None, overrides: Sequence[str] = ()) -> list[str]:
+    """What to try after a run with these overrides that left this checkpoint, for pasting into a shell."""
     program = "python -m dare_lightning"
     if checkpoint is None:
         commands = [f"{program} fit --help"]
@@ -121,7 +121,9 @@ def next_commands(objects: Objects, checkpoint: Path | None) -> list[str]:
         asked = "" if isinstance(objects.data, PromptDataModule) else " 'prompt=What is 6 times 7?'"
         commands = [f"{program} generate {word}{asked}", f"{program} eval {word}", f"{program} export {word}"]
     if objects.method.online:
-        commands.append(f"{program} fit -m method=d1,coupled_grpo")
+        # The same model and data under both methods; what belongs to one method or one run is left out.
+        kept = [o for o in overrides if not o.startswith(("method", "run_dir=", "ckpt_path="))]
+        commands.append(" ".join([f"{program} fit -m method=d1,coupled_grpo", *map(shlex.quote, kept)]))
     stores = [logger.tracking_uri for logger in objects.trainer.loggers if isinstance(logger, MLflowLogger)]
     # A server shows its own pages.
     local = [uri for uri in stores if not uri.startswith(("http:", "https:"))]
