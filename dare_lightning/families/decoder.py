@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dare_lightning.families import config as keys
 from dare_lightning.families import layers
 from dare_lightning.families.attention import Context, Rotary, View, attend, run_stack
 
@@ -36,6 +39,72 @@ class AttentionShape:
             raise ValueError(
                 f"num_attention_heads={self.heads} is not a multiple of num_key_value_heads={self.kv_heads}"
             )
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """The sizes that config.json sets for a stack of equal layers without experts.
+
+    Attributes:
+        layers: num_hidden_layers.
+        mlp_width: intermediate_size.
+        rows: vocab_size, the rows of the embedding and the output head.
+        tied: the head is the embedding.
+        eps: of all RMS norms.
+        theta: base of the rotary angles.
+        attention: of every layer.
+    """
+
+    layers: int
+    mlp_width: int
+    rows: int
+    tied: bool
+    eps: float
+    theta: float
+    attention: AttentionShape
+
+    @classmethod
+    def parse(
+        cls,
+        config: dict[str, Any],
+        family: str,
+        allowed: dict[str, tuple[Any, ...]],
+        attention: Callable[[int, int, int, float], AttentionShape],
+        own_keys: tuple[str, ...] = (),
+    ) -> DenseConfig:
+        """Read a config.json; keys that do not change the computation are ignored.
+
+        Args:
+            family: for the errors.
+            allowed: the values of other keys that the computation is written for.
+            attention: (width, heads, key/value heads, eps of the norms) -> the attention of every layer.
+            own_keys: what `attention` reads besides.
+
+        Raises:
+            ValueError: a key is missing, or has a value that this family does not compute.
+        """
+        sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        others = (*own_keys, "vocab_size", "tie_word_embeddings", "rms_norm_eps", "rope_theta")
+        keys.require_keys(config, (*sizes, *others), family)
+        keys.require_values(config, allowed, family)
+        width, mlp_width, depth, heads, kv_heads = (keys.whole(config, key) for key in sizes)
+        eps = keys.number(config, "rms_norm_eps")
+        return cls(
+            layers=depth,
+            mlp_width=mlp_width,
+            rows=keys.whole(config, "vocab_size"),
+            tied=keys.switch(config, "tie_word_embeddings"),
+            eps=eps,
+            theta=keys.number(config, "rope_theta"),
+            attention=attention(width, heads, kv_heads, eps),
+        )
+
+    def decoder(self) -> Decoder:
+        """The stack of these sizes."""
+        stack = [
+            Layer(self.eps, self.attention, GatedMLP(self.attention.width, self.mlp_width)) for _ in range(self.layers)
+        ]
+        return Decoder(self.rows, stack, self.eps, self.attention.head_dim, self.theta)
 
 
 class Attention(nn.Module):

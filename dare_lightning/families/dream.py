@@ -5,19 +5,16 @@ Source: Ye et al. 2025, arXiv:2508.15487. Module names equal the published state
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dare_lightning.families import config as keys
-from dare_lightning.families import decoder, layers
-from dare_lightning.families.attention import AttentionName, View, needed_key_mask
-from dare_lightning.families.checkpoint import save_checkpoint
+from dare_lightning.families import decoder
+from dare_lightning.families.attention import View, needed_key_mask
 from dare_lightning.families.load import read_policy
-from dare_lightning.families.tokenizer import special_ids
+from dare_lightning.families.policy import MaskedPolicy
 
 # What this computation is written for. Absent keys mean the published value, as the published config class has it.
 _ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
@@ -29,52 +26,16 @@ _ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class DreamConfig:
-    """The sizes that config.json sets.
+def dense_config(config: dict[str, Any]) -> decoder.DenseConfig:
+    """The sizes that config.json sets; see `DenseConfig.parse`."""
 
-    Attributes:
-        layers: num_hidden_layers.
-        mlp_width: intermediate_size.
-        rows: vocab_size, the rows of the embedding and the output head.
-        tied: the head is the embedding.
-        eps: of the RMS norms.
-        theta: base of the rotary angles.
-        attention: of every layer.
-    """
+    def attention(width: int, heads: int, kv_heads: int, eps: float) -> decoder.AttentionShape:
+        return decoder.AttentionShape(width, heads, kv_heads, keys.head_dim(width, heads), bias=True)
 
-    layers: int
-    mlp_width: int
-    rows: int
-    tied: bool
-    eps: float
-    theta: float
-    attention: decoder.AttentionShape
-
-    @classmethod
-    def parse(cls, config: dict[str, Any]) -> DreamConfig:
-        """Read a config.json; keys that do not change the computation are ignored.
-
-        Raises:
-            ValueError: a key is missing, or has a value that this family does not compute.
-        """
-        sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-        others = ("vocab_size", "tie_word_embeddings", "rms_norm_eps", "rope_theta")
-        keys.require_keys(config, (*sizes, *others), "Dream")
-        keys.require_values(config, _ALLOWED_VALUES, "Dream")
-        width, mlp_width, depth, heads, kv_heads = (keys.whole(config, key) for key in sizes)
-        return cls(
-            layers=depth,
-            mlp_width=mlp_width,
-            rows=keys.whole(config, "vocab_size"),
-            tied=keys.switch(config, "tie_word_embeddings"),
-            eps=keys.number(config, "rms_norm_eps"),
-            theta=keys.number(config, "rope_theta"),
-            attention=decoder.AttentionShape(width, heads, kv_heads, keys.head_dim(width, heads), bias=True),
-        )
+    return decoder.DenseConfig.parse(config, "Dream", _ALLOWED_VALUES, attention)
 
 
-class Dream(nn.Module):
+class Dream(MaskedPolicy):
     """A `PolicyModel` of the Dream family.
 
     The published head scores the token after its position. Hidden states are shifted by one token here, so that
@@ -95,33 +56,16 @@ class Dream(nn.Module):
     """
 
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    block_length: int | None = None
     left_context: int = 1
-    attention = AttentionName()
 
     def __init__(
         self, config: dict[str, Any], tokenizer: Any, attention: str = "sdpa", gradient_checkpointing: bool = False
     ) -> None:
-        super().__init__()
-        self.arch = arch = DreamConfig.parse(config)
-        self.config = config
-        self.tokenizer = tokenizer
-        self.source: Path | None = None
-        self.attention = attention
-        self.gradient_checkpointing = gradient_checkpointing
-        ids = special_ids(config, tokenizer, arch.rows)
-        self.mask_token_id, self.pad_token_id, self.eos_token_id, self.stop_token_ids = ids
-        stack = [
-            decoder.Layer(arch.eps, arch.attention, decoder.GatedMLP(arch.attention.width, arch.mlp_width))
-            for _ in range(arch.layers)
-        ]
-        self.model = decoder.Decoder(arch.rows, stack, arch.eps, arch.attention.head_dim, arch.theta)
+        arch = dense_config(config)
+        super().__init__(config, tokenizer, arch.rows, attention, gradient_checkpointing)
+        self.arch = arch
+        self.model = arch.decoder()
         self.lm_head = decoder.output_head(self.model, arch.tied)
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        """The layers, in order: the units of sharding and of activation checkpointing."""
-        return self.model.layers
 
     @staticmethod
     def matches(config: dict[str, Any]) -> bool:
@@ -139,40 +83,10 @@ class Dream(nn.Module):
         """Read a checkpoint in the published layout; see `read_policy` and the constructor."""
         return read_policy(cls, path, dtype, attention=attention, gradient_checkpointing=gradient_checkpointing)
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any], tokenizer: Any, seed: int) -> Dream:
-        """A policy with random float32 weights drawn from `seed` alone; see `fill_randomly`."""
-        with torch.device("meta"):
-            policy = cls(config, tokenizer)
-        layers.fill_randomly(policy.to_empty(device="cpu"), seed, residual=("o_proj", "down_proj"))
-        return policy
-
     def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None, view: View | None = None) -> Tensor:
         """See `PolicyModel.hidden_states`; aligned: the states of the existing token before each position."""
-        raw = self.model(ids, attention_mask, view, self.attention, self.gradient_checkpointing)
+        raw = self.read(ids, attention_mask, view)
         return _shifted(raw, attention_mask if view is None else None)
-
-    def denoise(
-        self,
-        noisy_ids: Tensor,
-        clean_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        block_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Hidden states [B, L, H] of the noisy tokens; a masked family looks at neither clean tokens nor blocks."""
-        return self.hidden_states(noisy_ids, attention_mask)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Output head, [..., H] -> [..., V] with V the rows of the embedding."""
-        return decoder.head_logits(self.model, self.lm_head, hidden)
-
-    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Aligned logits [B, L, V] of the ids [B, L]."""
-        return self.logits(self.hidden_states(ids, attention_mask))
-
-    def save_pretrained(self, folder: Path) -> None:
-        """Write weights, config and tokenizer in the published layout; see `save_checkpoint`."""
-        save_checkpoint(folder, self.state_dict(), self.config, self.tokenizer, self.source)
 
 
 def _shifted(raw: Tensor, attention_mask: Tensor | None) -> Tensor:

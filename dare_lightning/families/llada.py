@@ -6,19 +6,16 @@ Source: Nie et al. 2025, arXiv:2502.09992. Module names equal the published stat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dare_lightning.families import config as keys
 from dare_lightning.families import layers
-from dare_lightning.families.attention import AttentionName, Context, Rotary, View, attend, run_stack
-from dare_lightning.families.checkpoint import save_checkpoint
+from dare_lightning.families.attention import Context, Rotary, View, attend, run_stack
 from dare_lightning.families.load import read_policy
-from dare_lightning.families.tokenizer import special_ids
+from dare_lightning.families.policy import MaskedPolicy
 
 # What the published computation is written for; anything else would load and then answer wrongly.
 _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
@@ -144,7 +141,7 @@ class Transformer(nn.Module):
             self.ff_out = nn.Linear(arch.width, arch.rows, bias=False)
 
 
-class LLaDA(nn.Module):
+class LLaDA(MaskedPolicy):
     """A `PolicyModel` of the LLaDA family. Logits at position i predict token i.
 
     Args:
@@ -158,23 +155,15 @@ class LLaDA(nn.Module):
     """
 
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "attn_out", "ff_proj", "up_proj", "ff_out")
-    block_length: int | None = None
-    left_context: int = 0
-    attention = AttentionName()
+    residual = ("attn_out", "ff_out")
 
     def __init__(
         self, config: dict[str, Any], tokenizer: Any, attention: str = "sdpa", gradient_checkpointing: bool = False
     ) -> None:
-        super().__init__()
-        self.arch = LLaDAConfig.parse(config)
-        self.config = config
-        self.tokenizer = tokenizer
-        self.source: Path | None = None
-        self.attention = attention
-        self.gradient_checkpointing = gradient_checkpointing
-        ids = special_ids(config, tokenizer, self.arch.rows)
-        self.mask_token_id, self.pad_token_id, self.eos_token_id, self.stop_token_ids = ids
-        self.model = nn.ModuleDict({"transformer": Transformer(self.arch)})
+        arch = LLaDAConfig.parse(config)
+        super().__init__(config, tokenizer, arch.rows, attention, gradient_checkpointing)
+        self.arch = arch
+        self.model = nn.ModuleDict({"transformer": Transformer(arch)})
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -203,16 +192,8 @@ class LLaDA(nn.Module):
         """Read a checkpoint in the published layout; see `read_policy` and the constructor."""
         return read_policy(cls, path, dtype, attention=attention, gradient_checkpointing=gradient_checkpointing)
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any], tokenizer: Any, seed: int) -> LLaDA:
-        """A policy with random float32 weights drawn from `seed` alone; see `fill_randomly`."""
-        with torch.device("meta"):
-            policy = cls(config, tokenizer)
-        layers.fill_randomly(policy.to_empty(device="cpu"), seed, residual=("attn_out", "ff_out"))
-        return policy
-
-    def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None, view: View | None = None) -> Tensor:
-        """See `PolicyModel.hidden_states`."""
+    def read(self, ids: Tensor, attention_mask: Tensor | None, view: View | None) -> Tensor:
+        """See `Policy.read`."""
         transformer, arch = self._transformer, self.arch
         return run_stack(
             ids,
@@ -226,29 +207,11 @@ class LLaDA(nn.Module):
             checkpointing=self.gradient_checkpointing,
         )
 
-    def denoise(
-        self,
-        noisy_ids: Tensor,
-        clean_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        block_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Hidden states [B, L, H] of the noisy tokens; a masked family looks at neither clean tokens nor blocks."""
-        return self.hidden_states(noisy_ids, attention_mask)
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Output head, [..., H] -> [..., V] with V the rows of the embedding."""
         if self.arch.tied:
             return F.linear(hidden, self._transformer.wte.weight)
         return self._transformer.ff_out(hidden)
-
-    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Logits [B, L, V] of the ids [B, L]."""
-        return self.logits(self.hidden_states(ids, attention_mask))
-
-    def save_pretrained(self, folder: Path) -> None:
-        """Write weights, config and tokenizer in the published layout; see `save_checkpoint`."""
-        save_checkpoint(folder, self.state_dict(), self.config, self.tokenizer, self.source)
 
 
 def _kv_heads(config: dict[str, Any]) -> int:

@@ -9,21 +9,18 @@ Source: Bie et al. 2025, arXiv:2512.15745 (2.0), and 2026, arXiv:2602.08676 (2.1
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dare_lightning.families import block, layers
 from dare_lightning.families import config as keys
-from dare_lightning.families.attention import AttentionName, Context, Rotary, View, attend, run_stack
-from dare_lightning.families.checkpoint import save_checkpoint
+from dare_lightning.families import layers
+from dare_lightning.families.attention import Context, Rotary, View, attend, run_stack
 from dare_lightning.families.decoder import AttentionShape, GatedMLP
 from dare_lightning.families.experts import Experts, GroupLimitedGate, SharedMixture
 from dare_lightning.families.load import read_policy
-from dare_lightning.families.tokenizer import special_ids
+from dare_lightning.families.policy import BlockPolicy
 
 BLOCK_LENGTH = 32
 """Of the published models, whose config.json does not say it."""
@@ -153,9 +150,31 @@ class Stack(nn.Module):
         self.word_embeddings = nn.Embedding(arch.rows, arch.attention.width)
         self.layers = nn.ModuleList([Layer(arch, _mlp(arch, i)) for i in range(arch.layers)])
         self.norm = layers.RMSNorm(arch.attention.width, arch.eps)
+        self.rotary = arch.rotary
+
+    def forward(
+        self,
+        ids: Tensor,
+        attention_mask: Tensor | None,
+        view: View | None,
+        attention: str,
+        gradient_checkpointing: bool,
+    ) -> Tensor:
+        """Final hidden states [B, L, H] of ids [B, L], as `decoder.Decoder.forward`."""
+        return run_stack(
+            ids,
+            attention_mask,
+            view,
+            embed=self.word_embeddings,
+            layers=self.layers,
+            norm=self.norm,
+            rotary=self.rotary,
+            attention=attention,
+            checkpointing=gradient_checkpointing,
+        )
 
 
-class LLaDA2(nn.Module):
+class LLaDA2(BlockPolicy):
     """A `PolicyModel` of LLaDA2.0 and LLaDA2.1. Logits at position i predict token i.
 
     Args:
@@ -171,8 +190,7 @@ class LLaDA2(nn.Module):
             contradict.
     """
 
-    left_context: int = 0
-    attention = AttentionName()
+    residual = ("dense", "down_proj")
 
     def __init__(
         self,
@@ -183,27 +201,16 @@ class LLaDA2(nn.Module):
         block_length: int | None = None,
         mask_token_id: int | None = None,
     ) -> None:
-        super().__init__()
-        self.arch = arch = LLaDA2Config.parse(config)
-        self.block_length: int | None = block.resolve_block_length(config, block_length, BLOCK_LENGTH, "LLaDA2")
+        arch = LLaDA2Config.parse(config)
         usual = config | {"model_type": "llada2_moe"} if config.get("model_type") == _MERGED else config
-        self.config = block.with_block_length(usual, self.block_length, BLOCK_LENGTH)
-        self.tokenizer = tokenizer
-        self.source: Path | None = None
-        self.attention = attention
-        self.gradient_checkpointing = gradient_checkpointing
-        ids = special_ids(config, tokenizer, arch.rows, mask_token_id)
-        self.mask_token_id, self.pad_token_id, self.eos_token_id, self.stop_token_ids = ids
+        settings = (attention, gradient_checkpointing, block_length, mask_token_id)
+        super().__init__(usual, tokenizer, arch.rows, *settings, published_length=BLOCK_LENGTH)
+        self.arch = arch
         self.model = Stack(arch)
         self.lm_head = None if arch.tied else nn.Linear(arch.attention.width, arch.rows, bias=False)
         dense = arch.dense_layers > 0 or arch.shared_width > 0
         mlp = ("gate_proj", "up_proj", "down_proj") if dense else ()
         self.lora_targets: tuple[str, ...] = ("query_key_value", "dense", *mlp)
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        """The layers, in order: the units of sharding and of activation checkpointing."""
-        return self.model.layers
 
     @staticmethod
     def matches(config: dict[str, Any]) -> bool:
@@ -226,56 +233,9 @@ class LLaDA2(nn.Module):
         options = {"attention": attention, "gradient_checkpointing": gradient_checkpointing}
         return read_policy(cls, path, dtype, block_length=block_length, mask_token_id=mask_token_id, **options)
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any], tokenizer: Any, seed: int) -> LLaDA2:
-        """A policy with random float32 weights drawn from `seed` alone; see `fill_randomly`."""
-        with torch.device("meta"):
-            policy = cls(config, tokenizer)
-        layers.fill_randomly(policy.to_empty(device="cpu"), seed, residual=("dense", "down_proj"))
-        return policy
-
-    def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None, view: View | None = None) -> Tensor:
-        """See `PolicyModel.hidden_states`; without a view every token sees its block and those before it."""
-        assert self.block_length is not None
-        view = block.causal_view(ids, attention_mask, self.block_length) if view is None else view
-        return run_stack(
-            ids,
-            None,
-            view,
-            embed=self.model.word_embeddings,
-            layers=self.model.layers,
-            norm=self.model.norm,
-            rotary=self.arch.rotary,
-            attention=self.attention,
-            checkpointing=self.gradient_checkpointing,
-        )
-
-    def denoise(
-        self,
-        noisy_ids: Tensor,
-        clean_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        block_ids: Tensor | None = None,
-    ) -> Tensor:
-        """See `PolicyModel.denoise` and `block.denoise`."""
-        assert self.block_length is not None
-
-        def run(ids: Tensor, view: View) -> Tensor:
-            return self.hidden_states(ids, None, view)
-
-        return block.denoise(run, noisy_ids, clean_ids, attention_mask, block_ids, self.block_length)
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Output head, [..., H] -> [..., V] with V the rows of the embedding."""
         return F.linear(hidden, self.model.word_embeddings.weight) if self.lm_head is None else self.lm_head(hidden)
-
-    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Logits [B, L, V] of the ids [B, L], each token seeing its block and those before it."""
-        return self.logits(self.hidden_states(ids, attention_mask))
-
-    def save_pretrained(self, folder: Path) -> None:
-        """Write weights, config and tokenizer in the published layout; see `save_checkpoint`."""
-        save_checkpoint(folder, self.state_dict(), self.config, self.tokenizer, self.source)
 
 
 def _mlp(arch: LLaDA2Config, layer: int) -> nn.Module:

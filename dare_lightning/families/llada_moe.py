@@ -7,19 +7,15 @@ whose weights are stacked (`experts.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dare_lightning.families import config as keys
-from dare_lightning.families import decoder, layers
-from dare_lightning.families.attention import AttentionName, View
-from dare_lightning.families.checkpoint import save_checkpoint
+from dare_lightning.families import decoder
 from dare_lightning.families.experts import MixtureOfExperts
 from dare_lightning.families.load import read_policy
-from dare_lightning.families.tokenizer import special_ids
+from dare_lightning.families.policy import MaskedPolicy
 
 NormTopK = Literal["published", "config"]
 
@@ -107,7 +103,7 @@ class LLaDAMoEConfig:
         )
 
 
-class LLaDAMoE(nn.Module):
+class LLaDAMoE(MaskedPolicy):
     """A `PolicyModel` of the LLaDA-MoE family. Logits at position i predict token i.
 
     Upstream marks the embedding row of the padding token, which is also the end of text, as one that receives no
@@ -126,9 +122,6 @@ class LLaDAMoE(nn.Module):
     """
 
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    block_length: int | None = None
-    left_context: int = 0
-    attention = AttentionName()
 
     def __init__(
         self,
@@ -138,26 +131,15 @@ class LLaDAMoE(nn.Module):
         gradient_checkpointing: bool = False,
         norm_topk_prob: NormTopK = "published",
     ) -> None:
-        super().__init__()
         if norm_topk_prob not in ("published", "config"):
             raise ValueError(f"norm_topk_prob={norm_topk_prob!r}; choose published (never normalised) or config")
-        self.arch = arch = LLaDAMoEConfig.parse(config)
-        self.config = config
-        self.tokenizer = tokenizer
-        self.source: Path | None = None
-        self.attention = attention
-        self.gradient_checkpointing = gradient_checkpointing
-        ids = special_ids(config, tokenizer, arch.rows)
-        self.mask_token_id, self.pad_token_id, self.eos_token_id, self.stop_token_ids = ids
+        arch = LLaDAMoEConfig.parse(config)
+        super().__init__(config, tokenizer, arch.rows, attention, gradient_checkpointing)
+        self.arch = arch
         normalize = norm_topk_prob == "config" and arch.config_norm_topk
         stack = [_layer(arch, sparse, normalize) for sparse in arch.sparse]
         self.model = decoder.Decoder(arch.rows, stack, arch.eps, arch.rotary_dim, arch.theta)
         self.lm_head = decoder.output_head(self.model, arch.tied)
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        """The layers, in order: the units of sharding and of activation checkpointing."""
-        return self.model.layers
 
     @staticmethod
     def matches(config: dict[str, Any]) -> bool:
@@ -178,40 +160,6 @@ class LLaDAMoE(nn.Module):
         """Read a checkpoint in the published layout; see `read_policy` and the constructor."""
         options = {"attention": attention, "gradient_checkpointing": gradient_checkpointing}
         return read_policy(cls, path, dtype, norm_topk_prob=norm_topk_prob, **options)
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], tokenizer: Any, seed: int) -> LLaDAMoE:
-        """A policy with random float32 weights drawn from `seed` alone; see `fill_randomly`."""
-        with torch.device("meta"):
-            policy = cls(config, tokenizer)
-        layers.fill_randomly(policy.to_empty(device="cpu"), seed, residual=("o_proj", "down_proj"))
-        return policy
-
-    def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None, view: View | None = None) -> Tensor:
-        """See `PolicyModel.hidden_states`."""
-        return self.model(ids, attention_mask, view, self.attention, self.gradient_checkpointing)
-
-    def denoise(
-        self,
-        noisy_ids: Tensor,
-        clean_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        block_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Hidden states [B, L, H] of the noisy tokens; a masked family looks at neither clean tokens nor blocks."""
-        return self.hidden_states(noisy_ids, attention_mask)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Output head, [..., H] -> [..., V] with V the rows of the embedding."""
-        return decoder.head_logits(self.model, self.lm_head, hidden)
-
-    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Logits [B, L, V] of the ids [B, L]."""
-        return self.logits(self.hidden_states(ids, attention_mask))
-
-    def save_pretrained(self, folder: Path) -> None:
-        """Write weights, config and tokenizer in the published layout; see `save_checkpoint`."""
-        save_checkpoint(folder, self.state_dict(), self.config, self.tokenizer, self.source)
 
 
 def _layer(arch: LLaDAMoEConfig, sparse: bool, normalize: bool) -> decoder.Layer:

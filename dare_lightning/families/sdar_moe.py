@@ -7,20 +7,16 @@ whose weights are stacked (`experts.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dare_lightning.families import block, decoder, layers
 from dare_lightning.families import config as keys
-from dare_lightning.families.attention import AttentionName, View
-from dare_lightning.families.checkpoint import save_checkpoint
+from dare_lightning.families import decoder
 from dare_lightning.families.experts import MixtureOfExperts
 from dare_lightning.families.load import read_policy
-from dare_lightning.families.sdar import SDARConfig
-from dare_lightning.families.tokenizer import special_ids
+from dare_lightning.families.policy import BlockPolicy
+from dare_lightning.families.sdar import dense_config
 
 BLOCK_LENGTH = 4
 """Of the published model, whose config.json does not say it."""
@@ -38,7 +34,7 @@ class SDARMoEConfig:
         normalize: norm_topk_prob, divide the chosen experts' weights by their sum.
     """
 
-    base: SDARConfig
+    base: decoder.DenseConfig
     sparse: tuple[bool, ...]
     experts: int
     top_k: int
@@ -54,7 +50,7 @@ class SDARMoEConfig:
         """
         sizes = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
         keys.require_keys(config, (*sizes, "mlp_only_layers", "norm_topk_prob"), "SDAR-MoE")
-        base = SDARConfig.parse(config, "SDAR-MoE")
+        base = dense_config(config, "SDAR-MoE")
         experts, top_k, expert_width, every = (keys.whole(config, key) for key in sizes)
         if top_k > experts:
             raise ValueError(f"config.json says num_experts_per_tok={top_k}, more than num_experts={experts}")
@@ -74,7 +70,7 @@ class SDARMoEConfig:
         )
 
 
-class SDARMoE(nn.Module):
+class SDARMoE(BlockPolicy):
     """A `PolicyModel` of the SDAR-MoE family. Logits at position i predict token i.
 
     Args:
@@ -91,8 +87,6 @@ class SDARMoE(nn.Module):
     """
 
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    left_context: int = 0
-    attention = AttentionName()
 
     def __init__(
         self,
@@ -103,25 +97,14 @@ class SDARMoE(nn.Module):
         block_length: int | None = None,
         mask_token_id: int | None = None,
     ) -> None:
-        super().__init__()
-        self.arch = arch = SDARMoEConfig.parse(config)
+        arch = SDARMoEConfig.parse(config)
+        settings = (attention, gradient_checkpointing, block_length, mask_token_id)
+        super().__init__(config, tokenizer, arch.base.rows, *settings, published_length=BLOCK_LENGTH)
+        self.arch = arch
         base = arch.base
-        self.block_length: int | None = block.resolve_block_length(config, block_length, BLOCK_LENGTH, "SDAR-MoE")
-        self.config = block.with_block_length(config, self.block_length, BLOCK_LENGTH)
-        self.tokenizer = tokenizer
-        self.source: Path | None = None
-        self.attention = attention
-        self.gradient_checkpointing = gradient_checkpointing
-        ids = special_ids(config, tokenizer, base.rows, mask_token_id)
-        self.mask_token_id, self.pad_token_id, self.eos_token_id, self.stop_token_ids = ids
         stack = [decoder.Layer(base.eps, base.attention, _mlp(arch, sparse)) for sparse in arch.sparse]
         self.model = decoder.Decoder(base.rows, stack, base.eps, base.attention.head_dim, base.theta)
         self.lm_head = decoder.output_head(self.model, base.tied)
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        """The layers, in order: the units of sharding and of activation checkpointing."""
-        return self.model.layers
 
     @staticmethod
     def matches(config: dict[str, Any]) -> bool:
@@ -143,47 +126,6 @@ class SDARMoE(nn.Module):
         """Read a checkpoint in the published layout; see `read_policy` and the constructor."""
         options = {"attention": attention, "gradient_checkpointing": gradient_checkpointing}
         return read_policy(cls, path, dtype, block_length=block_length, mask_token_id=mask_token_id, **options)
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], tokenizer: Any, seed: int) -> SDARMoE:
-        """A policy with random float32 weights drawn from `seed` alone; see `fill_randomly`."""
-        with torch.device("meta"):
-            policy = cls(config, tokenizer)
-        layers.fill_randomly(policy.to_empty(device="cpu"), seed, residual=("o_proj", "down_proj"))
-        return policy
-
-    def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None, view: View | None = None) -> Tensor:
-        """See `PolicyModel.hidden_states`; without a view every token sees its block and those before it."""
-        assert self.block_length is not None
-        view = block.causal_view(ids, attention_mask, self.block_length) if view is None else view
-        return self.model(ids, None, view, self.attention, self.gradient_checkpointing)
-
-    def denoise(
-        self,
-        noisy_ids: Tensor,
-        clean_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        block_ids: Tensor | None = None,
-    ) -> Tensor:
-        """See `PolicyModel.denoise` and `block.denoise`."""
-        assert self.block_length is not None
-
-        def run(ids: Tensor, view: View) -> Tensor:
-            return self.hidden_states(ids, None, view)
-
-        return block.denoise(run, noisy_ids, clean_ids, attention_mask, block_ids, self.block_length)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Output head, [..., H] -> [..., V] with V the rows of the embedding."""
-        return decoder.head_logits(self.model, self.lm_head, hidden)
-
-    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Logits [B, L, V] of the ids [B, L], each token seeing its block and those before it."""
-        return self.logits(self.hidden_states(ids, attention_mask))
-
-    def save_pretrained(self, folder: Path) -> None:
-        """Write weights, config and tokenizer in the published layout; see `save_checkpoint`."""
-        save_checkpoint(folder, self.state_dict(), self.config, self.tokenizer, self.source)
 
 
 def _mlp(arch: SDARMoEConfig, sparse: bool) -> nn.Module:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dare_lightning.families.dream import Dream, DreamConfig
+from dare_lightning.families.dream import Dream, dense_config
 from dare_lightning.families.tiny import ALPHABET, SPECIAL_TOKENS, dream_config, new_tiny_dream
 from dare_lightning.families.tokenizer import load_tokenizer
 from tests.shared import fixture_model, golden_files, shared_file
@@ -146,10 +146,10 @@ def test_missing_config_keys_are_named_and_absent_switches_mean_the_published_mo
     config = dream_config(2, 32, 4, VOCABULARY)
     for key in ("use_mrope", "use_sliding_window", "sliding_window", "hidden_act", "rope_scaling"):
         del config[key]
-    assert DreamConfig.parse(config).layers == 2
+    assert dense_config(config).layers == 2
     del config["rope_theta"], config["hidden_size"]
     with pytest.raises(ValueError, match="Dream model lacks hidden_size, rope_theta"):
-        DreamConfig.parse(config)
+        dense_config(config)
 
 
 def test_the_config_decides_the_family():
