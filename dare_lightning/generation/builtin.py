@@ -204,11 +204,16 @@ class BuiltinBackend:
             stochastic=True,
             commit_steps=stays,
             log_probs=True,
-            states=kept and self.cache is None and self.lengths is None,
+            states=kept and self._whole_canvas,
             left_to_right=self.layout.widest == 1 and stays,
             tree=kept and self._tree is not None,
             group_size=None if self._tree is None else self._tree.leaves,
         )
+
+    @property
+    def _whole_canvas(self) -> bool:
+        """Whether every pass reads all of a canvas of one length, so that its states can be recorded."""
+        return self.cache is None and self.lengths is None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -260,7 +265,7 @@ class BuiltinBackend:
             RuntimeError: no policy yet.
             ValueError: no prompt, an empty one, not one seed for each, or states asked for that are not recorded.
         """
-        if record_states and not self.capabilities.states:
+        if record_states and not self._whole_canvas:
             raise ValueError(
                 "states are recorded where every pass reads a whole canvas of one length: set cache and lengths to null"
             )
