@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from dare_lightning.datamodules.prompts import PromptDataModule, Prompts
-from dare_lightning.families.base import PolicyModel
+from dare_lightning.families.base import PolicyModel, distinct_rows
 from dare_lightning.generation.base import GenerationBackend, Progress
 from dare_lightning.methods.base import DiffusionPolicyModule
 from dare_lightning.parallel.collectives import gather_objects, rank_and_world
@@ -87,9 +87,7 @@ def step_rewards(
     made = torch.arange(passes, device=batch.ids.device) < batch.forward_passes[:, None]
     row, step = made.nonzero(as_tuple=True)
     read = torch.cat([row[:, None], batch.proposals[row, step]], 1)
-    _, place = torch.unique(read, dim=0, return_inverse=True)
-    first = torch.full((int(place.max()) + 1,), len(row), device=place.device)
-    first.scatter_reduce_(0, place, torch.arange(len(row), device=place.device), "amin")
+    place, first = distinct_rows(read)
     # Proposals may be longer than the answer that came of them; the columns of all passes would be copied for each.
     lean = replace(batch, states=None, proposals=None, confidence=None, completion_mask=batch.response_mask)
     rewards = []

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dare_lightning.diffusion.corruption import Masks, Salt, bounded_counts, draw_prompt, uniform_draws
+from dare_lightning.diffusion.corruption import Masks, Salt, bounded_counts, draw_prompt, mask_lowest, uniform_draws
 from dare_lightning.diffusion.noise import generator
 
 BlockOrigin = Literal["global", "response"]
@@ -164,7 +164,7 @@ def draw_random_block(
     u, uniform = uniform_draws(counted, noise_seed, (_TOKENS, *salt), rows)
     here = counted_cpu[:, None] & (block[:, None] == of_row[..., None])
     size = here.sum(-1)
-    mask = _lowest(uniform, here, bounded_counts(u, size, low, high))
+    mask = mask_lowest(uniform, here, bounded_counts(u, size, low, high))
     mask |= counted_cpu[:, None] & (block[:, None] > of_row[..., None])
     mask |= counted_cpu[:, None] & (block[:, None] < of_row[..., None]) & (uniform < context_probability)
     share = mask.sum(-1).double() / counted_cpu.sum(-1).clamp(min=1)[:, None]
@@ -193,10 +193,3 @@ def _block_of_row(
         order = [torch.randperm(every, generator=stream) for _ in range(-(-rows // every))]
         found[sample] = torch.cat(order)[:rows] % used
     return found
-
-
-def _lowest(uniform: Tensor, maskable: Tensor, count: Tensor) -> Tensor:
-    """The `count` [B, N] maskable tokens [B, N, L] of each row with the smallest uniform numbers."""
-    ranked = uniform.masked_fill(~maskable, torch.inf).argsort(dim=-1, stable=True)
-    rank = torch.empty_like(ranked).scatter_(-1, ranked, torch.arange(ranked.shape[-1]).expand_as(ranked))
-    return (rank < count[..., None]) & maskable

@@ -95,15 +95,16 @@ def mask_lowest(uniform: Tensor, maskable: Tensor, count: Tensor) -> Tensor:
 
     Args:
         uniform: float [B, N, L] in [0, 1).
-        maskable: bool [B, L].
+        maskable: bool [B, L], or [B, N, L] where it differs between rows.
         count: int64 [B, N], at most the number of maskable tokens of the sample.
 
     Returns:
         bool [B, N, L].
     """
-    ranked = uniform.masked_fill(~maskable[:, None], torch.inf).argsort(dim=-1, stable=True)
+    may = maskable if maskable.dim() == 3 else maskable[:, None]
+    ranked = uniform.masked_fill(~may, torch.inf).argsort(dim=-1, stable=True)
     rank = torch.empty_like(ranked).scatter_(-1, ranked, torch.arange(ranked.shape[-1]).expand_as(ranked))
-    return (rank < count[..., None]) & maskable[:, None]
+    return (rank < count[..., None]) & may
 
 
 def tie_trailing_eos(mask: Tensor, ids: Tensor, maskable: Tensor, eos_token_id: int) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dare_lightning.families.layers import rotary_tables, rotate
+from dare_lightning.families.layers import at_least_float32, rotary_tables, rotate
 from dare_lightning.families.varlen import attend_segments
 from dare_lightning.families.visibility import BlockVisibility, Trimmed
 
@@ -50,10 +50,9 @@ class KeyValueCache:
         for store in (*self._keys, *self._values):
             store[target] = store[source]
 
-    def read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, G, S, D] of these rows; 0 where nothing was written."""
-        every = len(rows) == self.rows and bool((rows == torch.arange(self.rows, device=rows.device)).all())
-        picked = [store if every else store[rows] for store in (self._keys[layer], self._values[layer])]
+    def read(self, layer: int, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, S, D] of these rows, None for all in order; 0 where nothing was written."""
+        picked = [store if rows is None else store[rows] for store in (self._keys[layer], self._values[layer])]
         return picked[0].transpose(1, 2), picked[1].transpose(1, 2)
 
 
@@ -76,6 +75,14 @@ class View:
     rows: Tensor | None = None
     columns: Tensor | None = None
 
+    @cached_property
+    def _picked(self) -> Tensor | None:
+        """`rows`, or None where they are all of the cache's in order: found once a pass, not in every layer."""
+        assert self.rows is not None
+        assert self.cache is not None
+        every = torch.arange(self.cache.rows, device=self.rows.device)
+        return None if torch.equal(self.rows, every) else self.rows
+
     def keys(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values to attend to, given this pass's own."""
         if self.cache is None:
@@ -84,7 +91,7 @@ class View:
         assert self.columns is not None
         self.cache.write(layer, self.rows, self.columns, k, v)
         # A pass over the whole canvas has everything at hand.
-        return (k, v) if k.shape[2] == self.cache.columns else self.cache.read(layer, self.rows)
+        return (k, v) if k.shape[2] == self.cache.columns else self.cache.read(layer, self._picked)
 
 
 class Context(NamedTuple):
@@ -133,7 +140,7 @@ class Rotary:
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions [...]: each [..., size]."""
-        return rotary_tables(positions, self.size, self.theta, _wide(dtype) if self.wide else dtype)
+        return rotary_tables(positions, self.size, self.theta, at_least_float32(dtype) if self.wide else dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
@@ -249,7 +256,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if bias is not None:
         scores = scores + bias
-    return scores.softmax(-1, dtype=_wide(scores.dtype)).to(v.dtype) @ v
+    return scores.softmax(-1, dtype=at_least_float32(scores.dtype)).to(v.dtype) @ v
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
@@ -369,7 +376,3 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     pairs = mask[:, None] if mask.dim() == 2 else mask
     bias = torch.zeros(pairs.shape, dtype=dtype, device=mask.device)
     return bias.masked_fill(~pairs, torch.finfo(dtype).min)[:, None]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

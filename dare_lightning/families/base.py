@@ -166,7 +166,7 @@ def token_log_probs(
         blocks = count_blocks(clean, exists, policy.block_length) if block_ids is None else block_ids[rows, columns]
         noisy, exists, blocks = narrowed(noisy, clean, exists, blocks, score_mask[rows, columns])
         read = [noisy, exists.long(), clean, blocks]
-    place, first = _distinct(torch.cat(read, dim=1))
+    place, first = distinct_rows(torch.cat(read, dim=1))
     hidden = policy.denoise(noisy[first], clean[first], exists[first], None if blocks is None else blocks[first])
     scored = score_mask[rows, columns]
     row, column = scored.nonzero(as_tuple=True)
@@ -206,7 +206,7 @@ def chosen_log_probs(policy: PolicyModel, hidden: Tensor, targets: Tensor, tempe
     return torch.cat(pieces)
 
 
-def _distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
+def distinct_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """For each row [B, C] the number of its distinct content [B], and a row index for each of those [U]."""
     _, place = torch.unique(rows, dim=0, return_inverse=True)
     count = int(place.max()) + 1

@@ -18,7 +18,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(_wide(x.dtype))
+        wide = x.to(at_least_float32(x.dtype))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return normed.to(x.dtype) * self.weight
 
@@ -31,7 +31,7 @@ def rotary_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.d
 
     Source: Su et al. 2021, arXiv:2104.09864, equation 34, half-split layout (the angles repeat as [f, f]).
     """
-    wide = _wide(dtype)
+    wide = at_least_float32(dtype)
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
     angles = positions.to(wide)[..., None] * theta**-exponents
     angles = torch.cat([angles, angles], -1)
@@ -75,7 +75,8 @@ def fill_randomly(module: nn.Module, seed: int, residual: tuple[str, ...]) -> No
         buffer.zero_()
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype, or float32 where it is narrower."""
     return torch.promote_types(dtype, torch.float32)
 
 

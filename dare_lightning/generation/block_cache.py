@@ -35,9 +35,9 @@ class BlockCache(KeyValueCache):
         self._keys[layer][rows[:, None], :, columns] = keys.transpose(1, 2)
         self._values[layer][rows[:, None], :, columns] = values.transpose(1, 2)
 
-    def read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, layer: int, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """Keys and values [R, G, S, D] of all rows, which a reading pass must take in order."""
-        assert len(rows) == self.rows
+        assert rows is None
         return self._keys[layer][:, :, : self.columns], self._values[layer][:, :, : self.columns]
 
     def keep(self, rows: Tensor) -> None:

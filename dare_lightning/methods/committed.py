@@ -10,7 +10,7 @@ from torch import Tensor
 from dare_lightning.diffusion.losses import ClipRange, clipped_policy_loss
 from dare_lightning.diffusion.rows import Rows
 from dare_lightning.diffusion.shares import Shares, StepAggregation, check_step_aggregation, step_shares
-from dare_lightning.diffusion.trajectory import states_from_steps
+from dare_lightning.diffusion.trajectory import collapse_steps, dense_steps, states_from_steps
 from dare_lightning.methods.base import LossOutput
 from dare_lightning.methods.group_relative import GroupRelativeMethod
 from dare_lightning.replay.batch import SequenceBatch
@@ -94,6 +94,29 @@ class CommittedTokenMethod(GroupRelativeMethod):
     def count(self, batch: SequenceBatch) -> Tensor:
         """`denominator` without building the rows, which it does not depend on."""
         return self.shares(batch).denominator
+
+
+class MergedStepMethod(CommittedTokenMethod):
+    """A committed-token method in which consecutive steps may share a row.
+
+    Args:
+        shrink: s, steps of a block (or of the response) that share a row; 1 merges nothing.
+        committed: as in `CommittedTokenMethod`.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    def __init__(self, *args: Any, shrink: int = 1, **committed: Any) -> None:
+        super().__init__(*args, **committed)
+        if shrink < 1:
+            raise ValueError(f"method.shrink={shrink} must be at least 1, which merges nothing")
+        self.shrink = shrink
+
+    def steps(self, batch: SequenceBatch) -> Tensor:
+        """The rollout's steps, every `shrink` of a block (or of the response) merged into one."""
+        blocks = batch.block_ids(self.policy.block_length)
+        return collapse_steps(dense_steps(written_steps(batch), blocks), self.shrink)
 
 
 def written_steps(batch: SequenceBatch) -> Tensor:

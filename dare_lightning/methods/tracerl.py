@@ -10,24 +10,22 @@ from torch import Tensor
 from dare_lightning.diffusion.losses import clipped_policy_loss, kl_estimate
 from dare_lightning.diffusion.rows import Rows
 from dare_lightning.diffusion.shares import StepAggregation
-from dare_lightning.diffusion.trajectory import collapse_steps, dense_steps
 from dare_lightning.methods.base import LossOutput
-from dare_lightning.methods.committed import CommittedTokenMethod, written_steps
+from dare_lightning.methods.committed import MergedStepMethod
 from dare_lightning.replay.batch import SequenceBatch
 
 
-class TraceRL(CommittedTokenMethod):
+class TraceRL(MergedStepMethod):
     """Score every token in the state before the group of `shrink` steps that wrote it.
 
     Args:
-        shrink: s, steps that share a row; the paper's code takes 8 for LLaDA and 1 for SDAR.
         tokens_after_end: so many response tokens after the first end token count as well.
         sum_kl: the divergence is summed over a row's tokens where the surrogate is averaged, as the original does for
             masked policies.
         aggregation: None takes the original's: "row_dr_grpo" under block policies, "row_mean" under masked ones.
         advantage: the original divides by the group's deviation, ddof 0.
         kl_coef: weight of the divergence from the policy that wrote the rollout; there is no reference.
-        committed: as in `CommittedTokenMethod`.
+        committed: as in `MergedStepMethod`; the paper's code takes a shrink of 8 for LLaDA and 1 for SDAR.
 
     Raises:
         ValueError: a setting is out of range.
@@ -38,7 +36,6 @@ class TraceRL(CommittedTokenMethod):
     def __init__(
         self,
         *args: Any,
-        shrink: int = 1,
         tokens_after_end: int = 0,
         sum_kl: bool = False,
         aggregation: StepAggregation | None = None,
@@ -46,13 +43,11 @@ class TraceRL(CommittedTokenMethod):
         **committed: Any,
     ) -> None:
         super().__init__(*args, aggregation=aggregation or "row_mean", advantage=advantage, **committed)
-        if shrink < 1:
-            raise ValueError(f"method.shrink={shrink} must be at least 1, which merges nothing")
         if tokens_after_end < 0:
             raise ValueError(f"method.tokens_after_end={tokens_after_end} must be at least 0")
         if aggregation is None and self.policy.block_length is not None:
             self.aggregation = "row_dr_grpo"
-        self.shrink, self.tokens_after_end, self.sum_kl = shrink, tokens_after_end, sum_kl
+        self.tokens_after_end, self.sum_kl = tokens_after_end, sum_kl
 
     @property
     def needs_reference(self) -> bool:
@@ -70,11 +65,6 @@ class TraceRL(CommittedTokenMethod):
             return counted
         after = batch.response_mask & ~counted & (counted.flip(-1).cumsum(-1).flip(-1) == 0)
         return counted | (after & (after.cumsum(-1) <= self.tokens_after_end))
-
-    def steps(self, batch: SequenceBatch) -> Tensor:
-        """The rollout's steps, every `shrink` of a block (or of the response) merged into one."""
-        blocks = batch.block_ids(self.policy.block_length)
-        return collapse_steps(dense_steps(written_steps(batch), blocks), self.shrink)
 
     def policy_loss(
         self, log_likelihood: Tensor, old: Tensor, ref: Tensor | None, rows: Rows, batch: SequenceBatch
