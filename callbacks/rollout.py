@@ -178,9 +178,10 @@ class RolloutCallback(L.Callback):
         # The precision of the update: at another one, the first ratio would not be 1.
         with frozen(method), precision_of_updates(self._trainer):
             self.backend.update_weights(method.policy, version=self._trainer.global_step)
-            batch = self.backend.generate(
-                prompts.ids, prompts.seeds, self.progress, record_states="states" in method.needs
-            )
+            with method.cost.spent_on("rollout"):
+                batch = self.backend.generate(
+                    prompts.ids, prompts.seeds, self.progress, record_states="states" in method.needs
+                )
             generated = time.perf_counter()
             texts, verdicts = scored(method.policy, data.reward, batch, prompts.examples)
             batch = self._with_advantages(data, method, batch, prompts, verdicts)

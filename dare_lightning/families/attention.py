@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from dare_lightning.families.cost import count_pass, is_counting
 from dare_lightning.families.layers import at_least_float32, rotary_tables, rotate
 from dare_lightning.families.varlen import attend_segments
 from dare_lightning.families.visibility import BlockVisibility, Trimmed
@@ -74,6 +75,17 @@ class View:
     cache: KeyValueCache | None = None
     rows: Tensor | None = None
     columns: Tensor | None = None
+
+    def exists(self) -> Tensor | None:
+        """Which of the tokens read are there, bool [B, L], None for all; a token that is there sees itself."""
+        if self.visible is None:
+            return None
+        if isinstance(self.visible, BlockVisibility):
+            return self.visible.block >= 0
+        if self.visible.shape[1] != 1:
+            own = torch.arange(self.positions.shape[1], device=self.positions.device).expand_as(self.positions)
+            return self.visible.gather(2, (own if self.columns is None else self.columns)[..., None]).squeeze(-1)
+        return self.visible[:, 0] if self.columns is None else self.visible[:, 0].gather(1, self.columns)
 
     @cached_property
     def _picked(self) -> Tensor | None:
@@ -180,6 +192,8 @@ def run_stack(
         checkpointing: keep only each layer's input for the backward pass.
     """
     key_mask = None if view is not None else needed_key_mask(attention_mask)
+    if is_counting():
+        count_pass(ids, key_mask if view is None else view.exists())
     packing = Packing.of(key_mask) if key_mask is not None and attention == PACKED else None
     x = embed(ids if packing is None else packing.pack(ids))
     if packing is not None:

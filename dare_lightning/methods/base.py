@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dare_lightning.diffusion.advantages import group_advantages
-from dare_lightning.diffusion.diagnostics import derived
 from dare_lightning.diffusion.rows import Rows
 from dare_lightning.families.adapters import adapters_disabled, has_adapter
 from dare_lightning.families.base import PolicyModel, token_log_probs
+from dare_lightning.families.cost import Cost
 from dare_lightning.methods.plans import accumulated, chunks, recomputed
 from dare_lightning.methods.resolution import check_resolution
-from dare_lightning.parallel.collectives import sum_over_ranks
+from dare_lightning.methods.step_metrics import StepMetrics
 from dare_lightning.replay.batch import SequenceBatch
 
 GradientPlan = Literal["single", "accumulate", "replay"]
@@ -108,7 +108,8 @@ class DiffusionPolicyModule(L.LightningModule):
         self.gradient_plan: GradientPlan = gradient_plan
         self.rows_per_forward = rows_per_forward
         self._reference: tuple[PolicyModel, ...] = ()
-        self._step_metrics: dict[str, list[Tensor]] = {}
+        self._step_metrics = StepMetrics()
+        self.cost = Cost()
 
     # The hooks.
 
@@ -211,9 +212,10 @@ class DiffusionPolicyModule(L.LightningModule):
             view = replace(batch, iteration=iteration)
             rows = self.corrupt(view)
             if keep_old and self.uses_old_policy:
-                old.append(self.frozen_log_probs(self.policy, rows, view))
+                with self.cost.spent_on("old_policy"):
+                    old.append(self.frozen_log_probs(self.policy, rows, view))
             if self.needs_reference:
-                with self.reference() as reference:
+                with self.reference() as reference, self.cost.spent_on("reference"):
                     ref.append(self.frozen_log_probs(reference, rows, view))
         return replace(
             batch,
@@ -251,8 +253,8 @@ class DiffusionPolicyModule(L.LightningModule):
         rows = self.corrupt(batch)
         loss, metrics = self.loss_and_metrics(rows, batch)
         share = torch.full_like(loss.detach(), 1 / self.trainer.world_size)
-        self._note({"loss": (loss.detach(), share)}, add=True)
-        self._note(metrics)
+        self._step_metrics.note({"loss": (loss.detach(), share)}, add=True)
+        self._step_metrics.note(metrics)
         # Lightning divides by the accumulation count and averages over ranks; the denominators already cover both.
         return loss * (self.trainer.world_size * self.trainer.accumulate_grad_batches)
 
@@ -260,6 +262,10 @@ class DiffusionPolicyModule(L.LightningModule):
         """The normalised loss of a micro-batch (a scalar with gradient) under the configured gradient plan."""
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
         parts = chunks(rows.count, self.rows_per_forward)
+
+        def update_log_probs(policy: PolicyModel, rows: Rows, batch: SequenceBatch) -> Tensor:
+            with self.cost.spent_on("update"):  # here, because the backward pass may call it again
+                return self.row_log_probs(policy, rows, batch)
 
         def loss_of(row_log_probs: Tensor, part: slice) -> Tensor:
             output = self._compare(row_log_probs, rows.select(part), batch, part)
@@ -271,10 +277,10 @@ class DiffusionPolicyModule(L.LightningModule):
         if self.gradient_plan == "accumulate" and torch.is_grad_enabled():
             trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
             loss = accumulated(
-                lambda part: loss_of(self.row_log_probs(self.policy, rows.select(part), batch), part), parts, trained
+                lambda part: loss_of(update_log_probs(self.policy, rows.select(part), batch), part), parts, trained
             )
             return loss, metrics
-        score = self.row_log_probs if self.gradient_plan == "single" else recomputed(self.row_log_probs)
+        score = update_log_probs if self.gradient_plan == "single" else recomputed(update_log_probs)
         scored = torch.cat([score(self.policy, rows.select(part), batch) for part in parts], dim=1)
         return loss_of(scored, slice(0, rows.count)), metrics
 
@@ -294,7 +300,7 @@ class DiffusionPolicyModule(L.LightningModule):
         if batch.ref_log_probs is not None:
             ref = estimate(batch.ref_log_probs)
         elif self.needs_reference:  # fixed data: no rollout has scored them
-            with self.reference() as reference:
+            with self.reference() as reference, self.cost.spent_on("reference"):
                 ref = self.log_likelihood(self.frozen_log_probs(reference, rows, batch), rows, batch)
         return self.policy_loss(current, old, ref, rows, batch)
 
@@ -308,7 +314,8 @@ class DiffusionPolicyModule(L.LightningModule):
         if isinstance(batch, SequenceBatch):
             rows = self.corrupt(batch)
             denominator = self.count(batch)
-            loss, _ = self.loss_and_metrics(rows, replace(batch, denominator=denominator.to(batch.ids.device)))
+            with self.cost.spent_on("validation"):
+                loss, _ = self.loss_and_metrics(rows, replace(batch, denominator=denominator.to(batch.ids.device)))
             # Weighed by what they were divided by, the batches' means are the mean over all of them.
             weight = round(float(denominator)) if denominator.numel() == 1 else len(batch)
             self.log("val/loss", loss, batch_size=weight, prog_bar=True, sync_dist=True)
@@ -356,23 +363,8 @@ class DiffusionPolicyModule(L.LightningModule):
         gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
         self.log("train/grad_norm", torch.nn.utils.get_total_norm(gradients))
         self.log("train/learning_rate", optimizer.param_groups[0]["lr"])
-        if not self._step_metrics:
-            return
-        # One message for all of them; a mean of the ranks' quotients would weigh their samples differently.
-        pairs = torch.stack([torch.stack(pair).double() for pair in self._step_metrics.values()])
-        totals, weights = sum_over_ranks(pairs, self.device).unbind(1)
-        values = totals / weights.clamp_min(torch.finfo(weights.dtype).tiny)
-        named = dict(zip(self._step_metrics, values, strict=True))
-        for name, value in (named | derived(named)).items():
+        for name, value in self._step_metrics.values(self.device).items():
             self.log(f"train/{name}", value, prog_bar=name == "loss")
-        self._step_metrics.clear()
-
-    def _note(self, metrics: dict[str, tuple[Tensor, Tensor]], add: bool = False) -> None:
-        for name, (total, weight) in metrics.items():
-            known = self._step_metrics.setdefault(name, [torch.zeros_like(total), torch.zeros_like(weight)])
-            known[0] += total
-            # The loss is a sum of shares: its weight stays that of one, however many micro-batches bring one.
-            known[1] = weight if add else known[1] + weight
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """With an adapter, save the adapter alone: the base is read from its own folder again."""

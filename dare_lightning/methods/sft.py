@@ -141,7 +141,8 @@ class SFT(DiffusionPolicyModule):
             return
         rows = self.validation_rows(batch)
         denominator = self.denominator(rows, batch)
-        loss, _ = self.loss_and_metrics(rows, replace(batch, denominator=denominator))
+        with self.cost.spent_on("validation"):
+            loss, _ = self.loss_and_metrics(rows, replace(batch, denominator=denominator))
         # Weighed by what they were divided by, the batches' means are the mean over all of them.
         weight = round(float(denominator) * self.drawn.count)
         self.log("val/loss", loss, batch_size=weight, prog_bar=True, sync_dist=True)
