@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
 from dare_lightning.callbacks.artifacts import run_folder
 from dare_lightning.callbacks.rng_state import rng_state, set_rng_state
@@ -21,7 +22,7 @@ from dare_lightning.datamodules.chat import encode_dialogue, encode_prompt
 from dare_lightning.datamodules.sft import Sample, supervised_batch
 from dare_lightning.evaluation.adapter import Asked, Judged
 from dare_lightning.evaluation.benchmark import Benchmark
-from dare_lightning.evaluation.fingerprint import weights_fingerprint
+from dare_lightning.evaluation.fingerprint import adapter_fingerprint, weights_fingerprint
 from dare_lightning.evaluation.isolation import untouched_process
 from dare_lightning.evaluation.likelihood import negative_elbo
 from dare_lightning.evaluation.results import SUFFIX, Record, plain, sha256_of_json
@@ -68,6 +69,7 @@ class OpenCompassEval(L.Callback):
         data_dir, limit, batch_size, seed: see `Suite`.
         likelihood_rows: noisy rows of each given answer in likelihood mode.
         likelihood_batch: given answers in one forward pass.
+        scoring_python: see `Suite`.
 
     Attributes:
         recipe: the composed configuration, which goes into the record.
@@ -93,6 +95,7 @@ class OpenCompassEval(L.Callback):
         seed: int = 42,
         likelihood_rows: int = 128,
         likelihood_batch: int = 8,
+        scoring_python: str | None = None,
     ) -> None:
         # YAML and the command line read nan as a number.
         self.on_error = checked_on_error(str(on_error))
@@ -101,7 +104,7 @@ class OpenCompassEval(L.Callback):
         for name, number in (("every", every), ("likelihood_rows", likelihood_rows)):
             if number is not None and number < 1:
                 raise ValueError(f"eval.{name}={number} must be at least 1")
-        self.suite = Suite(benchmarks, data_dir, limit, batch_size, seed)
+        self.suite = Suite(benchmarks, data_dir, limit, batch_size, seed, scoring_python)
         self.decoding = dict(decoding or {})
         self.backends = {name: _built(backend, name, b, self.decoding) for name, b in benchmarks.items()}
         self.every = every
@@ -120,8 +123,9 @@ class OpenCompassEval(L.Callback):
     # When.
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse what cannot work: a module without a policy, samplers it cannot use, missing data or packages."""
+        """Refuse what cannot work: no policy, or a sharded one, samplers it cannot use, missing data or packages."""
         method = _method(pl_module)
+        _check_whole(trainer)
         for backend in self.backends.values():
             backend.validate(method.policy)
         self.suite.check()
@@ -192,16 +196,20 @@ class OpenCompassEval(L.Callback):
         self._last_step = trainer.global_step
         service = self._service = self._service or PolicyService(self._operations(method))
         with _as_it_was(), frozen(method), precision_of_updates(trainer):
-            fingerprint = weights_fingerprint(method.policy)
+            hashes = {"weights": weights_fingerprint(method.policy), "adapter": adapter_fingerprint(method.policy)}
             for backend in self.backends.values():
                 backend.update_weights(method.policy, version=trainer.global_step)
-            metrics, failures = service.serve(lambda: self._drive(trainer, method, service, fingerprint))
+            metrics, failures = service.serve(lambda: self._drive(trainer, method, service, hashes))
         if failures and self.on_error == "raise":
             raise RuntimeError(f"{len(failures)} of {len(self.backends)} benchmarks FAILED: {'; '.join(failures)}")
         return metrics
 
     def _drive(
-        self, trainer: L.Trainer, method: DiffusionPolicyModule, service: PolicyService, fingerprint: str
+        self,
+        trainer: L.Trainer,
+        method: DiffusionPolicyModule,
+        service: PolicyService,
+        hashes: Mapping[str, str | None],
     ) -> tuple[dict[str, float], list[str]]:
         """On rank 0: evaluate and record; metrics and failures for every rank."""
         file = _free_file(run_folder(trainer) / FOLDER, trainer.global_step)
@@ -214,11 +222,12 @@ class OpenCompassEval(L.Callback):
             step=trainer.global_step,
             rollout=trainer.current_epoch + int(trainer.state.fn == "fit"),
             policy={
-                "weights": fingerprint,
+                **hashes,
                 "source": None if policy.source is None else str(policy.source),
                 "class": type(policy).__name__,
                 "config_sha256": sha256_of_json(policy.config),
                 "tokenizer_sha256": sha256_of_json([policy.tokenizer.get_vocab(), policy.tokenizer.chat_template]),
+                "chat_template_sha256": sha256_of_json(policy.tokenizer.chat_template),
             },
             settings=self.settings,
             benchmarks=found,
@@ -311,6 +320,15 @@ def _method(pl_module: L.LightningModule) -> DiffusionPolicyModule:
     if not isinstance(pl_module, DiffusionPolicyModule):
         raise ValueError(f"benchmarks need a DiffusionPolicyModule, found {type(pl_module).__name__}")
     return pl_module
+
+
+def _check_whole(trainer: L.Trainer) -> None:
+    """Ranks generate at their own pace, so each must hold every weight: gathering them on the way would block."""
+    if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)):
+        raise ValueError(
+            f"benchmarks need the whole policy on every rank, {type(trainer.strategy).__name__} shards it: train"
+            " without them (eval=[]) and score the checkpoint with the command eval, or use trainer=ddp"
+        )
 
 
 def _free_file(folder: Path, step: int) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hydra.utils import instantiate
@@ -15,7 +17,7 @@ from dare_lightning.cli.errors import UserError
 from dare_lightning.cli.inherit import COMPOSED_FILE
 from dare_lightning.evaluation.compare import Comparison, compare
 from dare_lightning.evaluation.fingerprint import weights_fingerprint
-from dare_lightning.evaluation.results import Record, find_record
+from dare_lightning.evaluation.results import BenchmarkResult, Record, find_record
 from dare_lightning.families.base import PolicyModel
 
 SHOWN_FLIPS = 10
@@ -50,17 +52,32 @@ def check_same_weights(policy: PolicyModel, record: Record, file: Path) -> None:
         )
 
 
+def as_written(metrics: Mapping[str, float], failed: Sequence[BenchmarkResult]) -> dict[str, float | str]:
+    """Metrics for `result.json`: a benchmark that failed says so and why, other numbers that JSON lacks are text."""
+    written: dict[str, float | str] = {
+        name: value if math.isfinite(value) else str(value) for name, value in metrics.items()
+    }
+    return written | {f"eval/{result.name}": f"FAILED: {result.reason}" for result in failed}
+
+
+def failed_benchmarks(callbacks: Iterable[object]) -> list[BenchmarkResult]:
+    """What failed in the last evaluation."""
+    records = [c.record for c in callbacks if isinstance(c, OpenCompassEval)]
+    return [result for record in records if record is not None for result in record.failed]
+
+
 def show_record(record: Record, file: Path) -> None:
-    """A table of scores; what failed says so, and why."""
+    """A table of scores; what failed says so, and why. No cell is empty."""
     table = Table("benchmark", "score", "published", "items", "unparsed", "seconds")
     for name, result in record.benchmarks.items():
+        published = result.settings["published"]
+        said = "none" if published is None else f"{published:.2f}"
         if result.status == "FAILED":
-            table.add_row(name, f"FAILED: {result.reason}", "", "", "", f"{result.seconds:.1f}")
+            score, items, unparsed = f"FAILED: {result.reason}", "FAILED", "FAILED"
         else:
+            score, items = f"{result.score:.2f}", str(len(result.items))
             unparsed = f"{result.metrics['unparsed']:.1f} %"
-            published = result.settings["published"]
-            said = "" if published is None else f"{published:.2f}"
-            table.add_row(name, f"{result.score:.2f}", said, str(len(result.items)), unparsed, f"{result.seconds:.1f}")
+        table.add_row(name, score, said, items, unparsed, f"{result.seconds:.1f}")
     Console().print(table, f"items and settings are in {file}")
 
 
@@ -96,7 +113,7 @@ def show_comparison(comparisons: dict[str, Comparison | str], files: list[Path])
     table = Table("benchmark", "items", "a", "b", "b - a", interval, "to right", "to wrong")
     for name, found in comparisons.items():
         if isinstance(found, str):
-            table.add_row(name, found)
+            console.print(f"{name}: {found}")
             continue
         low, high = found.interval
         numbers = [
@@ -106,7 +123,8 @@ def show_comparison(comparisons: dict[str, Comparison | str], files: list[Path])
             f"{low:+.2f} .. {high:+.2f}",
         ]
         table.add_row(name, str(found.items), *numbers, str(len(found.to_right)), str(len(found.to_wrong)))
-    console.print(table)
+    if table.row_count:
+        console.print(table)
     for name, found in comparisons.items():
         if isinstance(found, str):
             continue

@@ -194,4 +194,6 @@ def run_as_task(plan: Sweep, cfg: DictConfig) -> float | None:
     result = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if metric not in result:
         raise JobFailed(f"optimized_metric={metric} is not in {file}; it has {', '.join(result) or 'nothing'}")
+    if str(result[metric]).startswith("FAILED"):
+        raise JobFailed(f"optimized_metric={metric}: {result[metric]}")
     return float(result[metric])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -51,6 +52,11 @@ class Asker:
         likelihood: given answers -> negative ELBO in nats a token, each.
         count_tokens: text -> number of tokens.
         seed: of the evaluation.
+
+    Attributes:
+        prompts, tokens: the conversations, and the lengths of their answers.
+        seconds: wall-clock time spent waiting for answers.
+        shots: answered examples that stood before a question, at most.
     """
 
     def __init__(
@@ -66,6 +72,8 @@ class Asker:
         self.seed = seed
         self.prompts: list[Messages] = []
         self.tokens: list[int] = []
+        self.seconds = 0.0
+        self.shots = 0
         self._times: Counter[str] = Counter()
 
     def answers(self, prompts: Sequence[Any]) -> list[str]:
@@ -76,7 +84,10 @@ class Asker:
             key = sha256_of_json(messages)
             asked.append(Asked(messages, _seed_of(self.seed, key, _ANSWERS, self._times[key])))
             self._times[key] += 1
+            self._see(messages)
+        started = time.perf_counter()
         found = self._generate(asked)
+        self.seconds += time.perf_counter() - started
         self.prompts += [question.messages for question in asked]
         self.tokens += [answer.tokens for answer in found]
         return [answer.text for answer in found]
@@ -93,9 +104,14 @@ class Asker:
             if len(messages) < 2 or messages[-1]["role"] != "assistant":
                 raise ValueError("likelihoods need prompts whose last turn is the answer (role BOT)")
             context = messages[:-1]
+            self._see(context)
             seed = _seed_of(self.seed, sha256_of_json(context), _LIKELIHOODS)
             judged.append(Judged(context, messages[-1]["content"], seed))
         return self._likelihood(judged)
+
+    def _see(self, messages: Messages) -> None:
+        # A last turn of the assistant is the beginning of the answer, not an example.
+        self.shots = max(self.shots, sum(message["role"] == "assistant" for message in messages[:-1]))
 
 
 def to_messages(prompt: Any) -> Messages:

@@ -60,6 +60,8 @@ class Benchmark:
     likelihood_config: ClassVar[str | None] = None
     files: ClassVar[tuple[DataFile, ...]] = ()
     scorings: ClassVar[tuple[Scoring, ...]] = ("opencompass",)
+    separate_scorings: ClassVar[tuple[Scoring, ...]] = ()
+    """Offered in another Python alone, `eval.scoring_python`, whose packages cannot be installed beside ours."""
     subset_key: ClassVar[str] = "abbr"
     """The key of a data set's description that names its part."""
 
@@ -79,8 +81,9 @@ class Benchmark:
             raise ValueError(f"{where}.mode={mode!r}; choose one of {', '.join(get_args(Mode))}")
         if mode == "likelihood" and not self.offers_likelihood:
             raise ValueError(f"{where}.mode=likelihood: {self.title} has no given answers to choose from; use generate")
-        if scoring is not None and scoring not in self.scorings:
-            raise ValueError(f"{where}.scoring={scoring!r}; {self.title} offers {', '.join(self.scorings)}")
+        offered = (*self.scorings, *self.separate_scorings)
+        if scoring is not None and scoring not in offered:
+            raise ValueError(f"{where}.scoring={scoring!r}; {self.title} offers {', '.join(offered)}")
         for key, number in (("limit", limit), ("repeats", repeats)):
             if number is not None and number < 1:
                 raise ValueError(f"{where}.{key}={number} must be at least 1")
@@ -92,6 +95,11 @@ class Benchmark:
         self.repeats = repeats
         self.subsets = None if subsets is None else list(subsets)
         self.published = published
+
+    @property
+    def shots_in_text(self) -> int:
+        """Answered examples inside the text of a question; those that are turns of their own are counted."""
+        return 0
 
     @property
     def offers_likelihood(self) -> bool:
@@ -111,6 +119,13 @@ class Benchmark:
             "subsets": self.subsets,
             "published": self.published,
         }
+
+    def scorings_in_force(self, separate: bool) -> list[Scoring]:
+        """Every scoring that looks at its answers, the verifier first; `separate` where there is another Python."""
+        if self.mode == "likelihood":
+            return ["opencompass"]
+        offered = {*self.scorings, *(self.separate_scorings if separate else ())}
+        return [scoring for scoring in get_args(Scoring) if scoring in offered]
 
     def required_files(self) -> tuple[DataFile, ...]:
         """What must be there before it can run."""

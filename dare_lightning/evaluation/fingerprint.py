@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,8 +21,19 @@ def weights_fingerprint(policy: PolicyModel) -> str:
     Two integer sums of each tensor's bytes, one of them weighted by place, are taken on its device; only those are
     hashed. Not meant against forgery.
     """
+    return _fingerprint(sorted(policy.named_parameters()))
+
+
+@torch.no_grad()
+def adapter_fingerprint(policy: PolicyModel) -> str | None:
+    """The same of the adapter's parameters alone; None where the policy has none."""
+    adapter = [(name, parameter) for name, parameter in sorted(policy.named_parameters()) if ".lora_" in name]
+    return _fingerprint(adapter) if adapter else None
+
+
+def _fingerprint(parameters: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
-    for name, parameter in sorted(policy.named_parameters()):
+    for name, parameter in parameters:
         sums = _sums(_whole(parameter))
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {sums}\n".encode())
     return digest.hexdigest()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import logging
 import shutil
 import time
@@ -23,10 +22,9 @@ from dare_lightning.evaluation.results import (
     plain,
     sha256_of_json,
 )
+from dare_lightning.evaluation.scoring import MODEL, left_by_task, score_elsewhere, score_here, task, versions_elsewhere
 
 HINT = "benchmarks need OpenCompass: pip install 'dare-lightning[eval]'"
-MODEL = "policy"
-SCORING_ORDER: tuple[Scoring, ...] = ("verifier", "opencompass")
 
 
 def require_opencompass() -> None:
@@ -72,6 +70,7 @@ def run_benchmark(
     batch_size: int,
     limit: int | None,
     log: Path,
+    scoring_python: str | None = None,
 ) -> BenchmarkResult:
     """Ask every question of a benchmark and score the answers.
 
@@ -82,6 +81,7 @@ def run_benchmark(
         batch_size: questions that the policy is given at a time.
         limit: of items a data set, where the benchmark has none of its own.
         log: file that OpenCompass's own output is added to.
+        scoring_python: another Python that runs OpenCompass's evaluators; None for this one.
 
     Raises:
         ImportError: OpenCompass is missing.
@@ -90,9 +90,10 @@ def run_benchmark(
     """
     require_opencompass()
     started = time.perf_counter()
-    result = BenchmarkResult(name, settings=plain(benchmark.settings | {"limit": benchmark.limit or limit}))
+    result = BenchmarkResult(name, settings=settings_of(benchmark, limit, scoring_python))
+    if scoring_python is not None:
+        result.settings["scoring_versions"] = versions_elsewhere(scoring_python)
     result.data = described_files([folder / file.path for file in benchmark.required_files()], folder)
-    right: dict[str, list[bool]] = {}
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
         TemporaryDirectory(prefix="benchmark-") as place,
@@ -100,20 +101,24 @@ def run_benchmark(
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(output),
     ):
-        for description in benchmark.descriptions(load_config, folder):
-            part = _Part(benchmark, _prepared(benchmark, description, result.settings["limit"]), Path(place))
-            items = part.run(asker_of_part(), batch_size)
-            result.items += items
-            result.parts[part.name] = part.report
-            result.example_prompt = result.example_prompt or part.example_prompt
-            right[part.name] = [item.right for item in items]
-    if not result.items:
-        raise ValueError(f"{benchmark.name} has no items")
-    result.score = mean_of_parts(right)
-    result.metrics = _metrics(result)
-    result.status = "DONE"
+        described = [
+            _prepared(benchmark, d, benchmark.limit or limit) for d in benchmark.descriptions(load_config, folder)
+        ]
+        parts = [_Part(benchmark, description, Path(place)) for description in described]
+        for part in parts:
+            part.ask(asker_of_part(), batch_size)
+        for scoring in benchmark.scorings_in_force(scoring_python is not None):
+            _score(parts, scoring, scoring_python)
+    _collect(result, parts)
     result.seconds = result.metrics["seconds"] = round(time.perf_counter() - started, 3)
     return result
+
+
+def settings_of(benchmark: Benchmark, limit: int | None, scoring_python: str | None) -> dict[str, Any]:
+    """How a benchmark is run, for the record."""
+    own = {"limit": benchmark.limit or limit, "scoring_python": scoring_python}
+    settings: dict[str, Any] = plain(benchmark.settings | own)
+    return settings
 
 
 def _prepared(benchmark: Benchmark, description: Description, limit: int | None) -> Description:
@@ -126,8 +131,28 @@ def _prepared(benchmark: Benchmark, description: Description, limit: int | None)
     return prepared
 
 
-def _metrics(result: BenchmarkResult) -> dict[str, float]:
-    """The score by the other scoring, and what the answers were like."""
+def _collect(result: BenchmarkResult, parts: Sequence[_Part]) -> None:
+    right: dict[str, list[bool]] = {}
+    for part in parts:
+        items = part.items()
+        result.items += items
+        result.parts[part.name] = part.report
+        result.example_prompt = result.example_prompt or part.example_prompt
+        right[part.name] = [item.right for item in items]
+    if not result.items:
+        raise ValueError(f"{result.name} has no items")
+    result.settings["shots"] = max(part.shots for part in parts)
+    result.score = mean_of_parts(right)
+    result.metrics = _metrics(result, sum(part.asker.seconds for part in parts))
+    result.status = "DONE"
+
+
+def _metrics(result: BenchmarkResult, generating: float) -> dict[str, float]:
+    """The score by the other scoring, and what the answers were like.
+
+    Args:
+        generating: wall-clock seconds from questions to answers, prompts' encoding included, scoring not.
+    """
     metrics: dict[str, float] = {"items": float(len(result.items))}
     for name in result.items[0].scores:
         if name != result.settings["scoring"]:
@@ -137,7 +162,28 @@ def _metrics(result: BenchmarkResult) -> dict[str, float]:
     lengths = [item.tokens for item in result.items if item.tokens is not None]
     if lengths:
         metrics["length"] = sum(lengths) / len(lengths)
+        metrics["seconds/generate"] = round(generating, 3)
+        metrics["tokens_per_second"] = sum(lengths) / max(generating, 1e-9)
     return metrics
+
+
+def _score(parts: Sequence[_Part], scoring: Scoring, scoring_python: str | None) -> None:
+    """What one scoring says about the items of every part."""
+    described = []
+    for part in parts:
+        description = dict(part.description)
+        if scoring == "verifier":
+            description["eval_cfg"] = {"evaluator": {"type": verifying_evaluator(part.benchmark)}}
+        described.append(description)
+    place = parts[0].place
+    if scoring == "opencompass" and scoring_python is not None:
+        score_elsewhere(scoring_python, described, place)
+    else:
+        score_here(described, place)
+    for part in parts:
+        part.read_scores(scoring)
+    # Another scoring would find this one's results and skip its work.
+    shutil.rmtree(place / "results")
 
 
 class _Part:
@@ -149,83 +195,69 @@ class _Part:
         self.name = str(description["abbr"])
         self.place = place
         self.report: dict[str, Any] = {}
-        self.example_prompt: Any = None
+        self.asker: Asker
+        self.answered: list[dict[str, Any]] = []
+        self.scored: dict[Scoring, list[dict[str, Any]]] = {}
 
-    def run(self, asker: Asker, batch_size: int) -> list[Item]:
-        """Every item, in the order it was asked."""
+    @property
+    def shots(self) -> int:
+        """Answered examples that a question came with."""
+        retrieved = self.description["infer_cfg"]["retriever"].get("fix_id_list", ())
+        return max(self.asker.shots, len(retrieved), self.benchmark.shots_in_text)
+
+    @property
+    def example_prompt(self) -> Any:
+        """The first question as it was asked."""
+        return to_messages(self.answered[0]["origin_prompt"]) if self.answered else None
+
+    def ask(self, asker: Asker, batch_size: int) -> None:
+        """Every question, in OpenCompass's order."""
         from opencompass.tasks import OpenICLInferTask
 
-        task = OpenICLInferTask(self._task(self.description, batch_size))
-        task.run(cur_model=live_model(asker), cur_model_abbr=MODEL)
-        predictions = self._read("predictions")
-        answered = [predictions[str(number)] for number in range(len(predictions))]
-        scored = {scoring: self._scored(scoring, len(answered)) for scoring in self._scorings()}
-        if self.benchmark.mode == "generate" and len(asker.tokens) != len(answered):
-            raise RuntimeError(f"{len(asker.tokens)} questions of {self.name} were asked, {len(answered)} are recorded")
-        if answered:
-            self.example_prompt = to_messages(answered[0]["origin_prompt"])
-        return [self._item(number, answer, scored, asker) for number, answer in enumerate(answered)]
+        self.asker = asker
+        infer = OpenICLInferTask(task([self.description], self.place, batch_size=batch_size))
+        infer.run(cur_model=live_model(asker), cur_model_abbr=MODEL)
+        predictions = left_by_task(self.place, "predictions", self.name)
+        self.answered = [predictions[str(number)] for number in range(len(predictions))]
+        if self.benchmark.mode == "generate" and len(asker.tokens) != len(self.answered):
+            raise RuntimeError(
+                f"{len(asker.tokens)} questions of {self.name} were asked, {len(self.answered)} are recorded"
+            )
 
-    def _task(self, description: Description, batch_size: int = 1) -> Any:
-        from mmengine.config import ConfigDict
-
-        model = {"abbr": MODEL, "type": MODEL, "path": "", "batch_size": batch_size, "max_out_len": 0}
-        details = {"eval": {"runner": {"task": {"dump_details": True}}}}
-        return ConfigDict(
-            models=[model], datasets=[[description]], work_dir=str(self.place / self.benchmark.name), **details
-        )
-
-    def _read(self, kind: str) -> dict[str, Any]:
-        file = self.place / self.benchmark.name / kind / MODEL / f"{self.name}.json"
-        if not file.is_file():
-            raise RuntimeError(f"OpenCompass left no {kind} of {self.name}")
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return content
-
-    def _scorings(self) -> list[Scoring]:
-        if self.benchmark.mode == "likelihood":
-            return ["opencompass"]
-        return [scoring for scoring in SCORING_ORDER if scoring in self.benchmark.scorings]
-
-    def _scored(self, scoring: Scoring, count: int) -> list[dict[str, Any]]:
-        """What one scoring says about each item: `pred`, `answer`, `correct`, perhaps `status`."""
-        from opencompass.tasks import OpenICLEvalTask
-
-        description = dict(self.description)
-        if scoring == "verifier":
-            description["eval_cfg"] = {"evaluator": {"type": verifying_evaluator(self.benchmark)}}
-        OpenICLEvalTask(self._task(description)).run()
-        result = self._read("results")
-        # Another scoring would find this one's result and skip its work.
-        shutil.rmtree(self.place / self.benchmark.name / "results")
+    def read_scores(self, scoring: Scoring) -> None:
+        """What was just found about each item: `pred`, `answer`, `correct`, perhaps `status`."""
+        result = left_by_task(self.place, "results", self.name)
         if "error" in result:
             raise RuntimeError(f"OpenCompass could not score {self.name}: {result['error']}")
-        details = _details(result.pop("details", None), count, self.benchmark.repeats)
+        details = _details(result.pop("details", None), len(self.answered), self.benchmark.repeats)
         share = 100 * sum(detail["correct"] for detail in details) / max(len(details), 1)
         _check_agreement(result, share, self.name)
         self.report[scoring] = share
         self.report[f"{scoring}_reports"] = result
-        return details
+        self.scored[scoring] = details
 
-    def _item(
-        self, number: int, answered: Mapping[str, Any], scored: Mapping[Scoring, list[dict[str, Any]]], asker: Asker
-    ) -> Item:
-        own = scored[self.benchmark.scoring][number]
+    def items(self) -> list[Item]:
+        """Every item, in the order it was asked."""
+        return [self._item(number, answered) for number, answered in enumerate(self.answered)]
+
+    def _item(self, number: int, answered: Mapping[str, Any]) -> Item:
+        decisive = self.scored[self.benchmark.scoring]
+        own = decisive[number]
         right = bool(own["correct"])
-        judged = scored.get("verifier", scored[self.benchmark.scoring])[number]
+        judged = self.scored.get("verifier", decisive)[number]
         labels = {key[7:]: value["PPL"] for key, value in answered.items() if key.startswith("label: ")}
         prompt = answered["origin_prompt"] if labels else to_messages(answered["origin_prompt"])
-        repeat, question = divmod(number, len(scored[self.benchmark.scoring]) // self.benchmark.repeats)
+        repeat, question = divmod(number, len(decisive) // self.benchmark.repeats)
         return Item(
             id=f"{self.name}/{question}" + (f".{repeat}" if self.benchmark.repeats > 1 else ""),
             right=right,
-            scores={scoring: bool(found[number]["correct"]) for scoring, found in scored.items()},
+            scores={scoring: bool(found[number]["correct"]) for scoring, found in self.scored.items()},
             status=judged.get("status") or _status(judged),
             answer=None if own["pred"] is None else str(own["pred"]),
             gold=str(answered.get("gold", own["answer"])),
             prediction=str(answered["prediction"]),
             prompt_sha256=sha256_of_json(prompt),
-            tokens=None if labels else asker.tokens[number],
+            tokens=None if labels else self.asker.tokens[number],
             losses=labels or None,
         )
 

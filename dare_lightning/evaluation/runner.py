@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any, Literal, get_args
 from dare_lightning.evaluation.adapter import Answered, Asker
 from dare_lightning.evaluation.attempt import Attempt
 from dare_lightning.evaluation.benchmark import Benchmark, find_data
-from dare_lightning.evaluation.opencompass import HINT, run_benchmark
-from dare_lightning.evaluation.results import BenchmarkResult, plain
+from dare_lightning.evaluation.opencompass import HINT, run_benchmark, settings_of
+from dare_lightning.evaluation.results import BenchmarkResult
+from dare_lightning.evaluation.scoring import versions_elsewhere
 from dare_lightning.evaluation.service import PolicyService
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ class Suite:
         limit: items of each data set, where a benchmark has no limit of its own; None for all.
         batch_size: questions handed to the sampler at a time, over all ranks.
         seed: of sampling and of likelihood noise.
+        scoring_python: path of another Python, with an OpenCompass of its own, that runs OpenCompass's evaluators; None
+            runs them here.
 
     Raises:
         ValueError: a number out of range.
@@ -43,6 +47,7 @@ class Suite:
         limit: int | None = None,
         batch_size: int = 64,
         seed: int = 42,
+        scoring_python: str | None = None,
     ) -> None:
         for name, number in (("limit", limit), ("batch_size", batch_size)):
             if number is not None and number < 1:
@@ -52,23 +57,38 @@ class Suite:
         self.limit = limit
         self.batch_size = batch_size
         self.seed = seed
+        self.scoring_python = None if scoring_python is None else os.path.expanduser(scoring_python)
 
     @property
     def settings(self) -> dict[str, Any]:
         """How benchmarks are asked, for the record."""
-        return {"data_dir": self.data_dir, "limit": self.limit, "batch_size": self.batch_size, "seed": self.seed}
+        return {
+            "data_dir": self.data_dir,
+            "limit": self.limit,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "scoring_python": self.scoring_python,
+        }
 
     def check(self) -> None:
         """Refuse what cannot run, before anything is trained or generated.
 
         Raises:
-            ImportError: OpenCompass is not installed.
+            ImportError: OpenCompass is not installed, here or where it should score.
             FileNotFoundError: a data file is missing.
+            ValueError: a scoring needs another Python, and none is named.
         """
         if importlib.util.find_spec("opencompass") is None:
             raise ImportError(HINT)
         for benchmark in self.benchmarks.values():
             find_data(benchmark, self.data_dir)
+            if self.scoring_python is None and benchmark.scoring not in benchmark.scorings_in_force(separate=False):
+                raise ValueError(
+                    f"eval.benchmarks.{benchmark.name}.scoring={benchmark.scoring} needs packages that cannot be"
+                    " installed beside ours: name a Python that has them with eval.scoring_python=PATH"
+                )
+        if self.scoring_python is not None:
+            versions_elsewhere(self.scoring_python)
 
     def run(self, service: PolicyService, tokenizer: Any, log_file: Path) -> dict[str, BenchmarkResult]:
         """On rank 0, inside `service.serve`: every benchmark, one after another; a failure is a result, too.
@@ -94,11 +114,13 @@ class Suite:
         started = time.perf_counter()
         with Attempt() as attempt:
             folder = find_data(benchmark, self.data_dir)
-            return run_benchmark(name, benchmark, asker, folder, self.batch_size, self.limit, log_file)
+            return run_benchmark(
+                name, benchmark, asker, folder, self.batch_size, self.limit, log_file, self.scoring_python
+            )
         log.error("benchmark %s FAILED: %s (%s has more)", name, attempt.reason, log_file)
         with Attempt(), log_file.open("a", encoding="utf-8") as file:  # the disk may be what fails
             file.write(attempt.details)
-        settings = plain(benchmark.settings | {"limit": benchmark.limit or self.limit})
+        settings = settings_of(benchmark, self.limit, self.scoring_python)
         seconds = round(time.perf_counter() - started, 3)
         return BenchmarkResult(name, "FAILED", attempt.reason, settings=settings, seconds=seconds)
 

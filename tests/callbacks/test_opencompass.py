@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from dare_lightning.callbacks.opencompass import OpenCompassEval
 from dare_lightning.callbacks.rollout import completion_texts
@@ -154,12 +155,17 @@ def test_the_record_has_everything_that_a_score_depends_on(trained: Any) -> None
     assert record == evaluation.record
     assert {"opencompass", "torch", "python"} <= record.versions.keys()
     assert record.policy["class"] == "LLaDA"
+    assert record.policy["adapter"] is None
+    assert len(record.policy["chat_template_sha256"]) == 64
     result = record.benchmarks["gsm8k"]
     assert result.settings["limit"] == 2
     assert result.settings["sampler"] == {"class": "BuiltinBackend", **BuiltinBackend(**SHORT).settings}
     assert record.benchmarks["arc_c"].settings["likelihood_rows"] == 2
     assert [file["file"] for file in result.data] == ["data/gsm8k/test.jsonl", "data/gsm8k/train.jsonl"]
     assert len(result.items) == 2
+    assert (result.settings["shots"], record.benchmarks["mbpp"].settings["shots"]) == (4, 3)
+    spent, tokens = result.metrics["seconds/generate"], sum(entry.tokens or 0 for entry in result.items)
+    assert result.metrics["tokens_per_second"] == pytest.approx(tokens / spent, rel=0.05)
     assert all(entry.prompt_sha256 and entry.gold and entry.tokens for entry in result.items)
     assert set(record.benchmarks["arc_c"].items[0].losses or {}) == set("ABCD")
 
@@ -231,6 +237,9 @@ def test_what_cannot_work_is_refused_before_anything_is_trained(data: Path, tmp_
         evaluation(decoding={"max_new_tokens": 8, "block_length": 4, "steps": 3})
     with pytest.raises(ValueError, match="choose one of nan, raise"):
         evaluation(on_error="ignore")
+    sharding = L.Trainer(accelerator="cpu", strategy=ModelParallelStrategy(), logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match="the whole policy on every rank, ModelParallelStrategy shards it"):
+        evaluation().setup(sharding, run.method, "fit")
 
 
 # The command line.
@@ -290,6 +299,7 @@ def test_every_form_of_a_policy_scores_the_same_item_by_item(commands: Commands,
     checkpoint = commands.evaluated("checkpoint", "ckpt_path=run/checkpoints")
     assert answers_of(checkpoint) == answers_of(measured)
     assert checkpoint.policy == measured.policy
+    assert checkpoint.policy["adapter"] not in (None, checkpoint.policy["weights"])
     losses = [[item.losses for item in record.benchmarks["arc_c"].items] for record in (checkpoint, measured)]
     assert losses[0] == losses[1]
     commands.run("export", "ckpt_path=run/checkpoints", "output_folder=merged", "run_dir=export")
@@ -329,7 +339,8 @@ def test_a_failed_benchmark_fails_the_command_and_says_so(
     words = ["model=folder", "model.path=base", "eval=gsm8k", "eval.benchmarks.gsm8k.config=none", "trainer=cpu"]
     commands.run("eval", *words, f"eval.data_dir={data}", "run_dir=failed", status=1)
     assert "FAILED" in capsys.readouterr().out
-    assert json.loads((commands.folder / "failed" / "result.json").read_text()) == {"eval/gsm8k": None}
+    written = json.loads((commands.folder / "failed" / "result.json").read_text())["eval/gsm8k"]
+    assert written.startswith("FAILED: FileNotFoundError: OpenCompass")
 
 
 # Several ranks.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -201,3 +203,52 @@ def test_a_benchmark_that_fails_says_why_and_leaves_the_others_alone(
     assert results["arc_c"].reason == "ServiceError: arc_c failed on rank 0: RuntimeError: out of memory"
     assert "no configuration gsm8k/no_such; there are" in str(results["gsm8k"].reason)
     assert "out of memory" in (tmp_path / "log").read_text()
+
+
+# Another Python.
+
+
+def python_elsewhere(folder: Path, runs: str) -> tuple[str, Path]:
+    """An interpreter's path, and the file in which each of its starts leaves a line."""
+    starts, program = folder / "starts.txt", folder / "python"
+    program.write_text(f'#!/bin/sh\necho "$2" >> {starts}\n{runs}\n')
+    program.chmod(0o755)
+    return str(program), starts
+
+
+@pytest.mark.slow
+def test_opencompass_may_score_in_another_python(
+    data: tuple[Path, dict[str, Questions]], results: dict[str, BenchmarkResult], tmp_path: Path
+) -> None:
+    folder, questions = data
+    python, starts = python_elsewhere(tmp_path, f'exec {sys.executable} "$@"')
+    suite = Suite({"mmlu": BENCHMARKS["mmlu"]}, str(folder), batch_size=3, scoring_python=python)
+    found = run(suite, tmp_path / "log", {"mmlu": replies(questions["mmlu"])})["mmlu"]
+    assert (found.status, found.reason) == ("DONE", None)
+    assert found.items == results["mmlu"].items
+    assert (found.score, found.parts) == (results["mmlu"].score, results["mmlu"].parts)
+    # One process for both subjects, after one that only named its versions.
+    assert [line[:30] for line in starts.read_text().split("\n")].count("opencompass.tasks.openicl_eval") == 1
+    assert found.settings["scoring_python"] == python
+    assert found.settings["scoring_versions"]["opencompass"] == importlib.metadata.version("opencompass")
+
+
+def test_a_python_that_cannot_score_is_refused_or_a_failure(
+    data: tuple[Path, dict[str, Questions]], tmp_path: Path
+) -> None:
+    folder, questions = data
+    tolerant = OlympiadBench(subsets=OLYMPIADS, scoring="opencompass")
+    with pytest.raises(ValueError, match="cannot be installed beside ours: name a Python .* eval.scoring_python=PATH"):
+        Suite({"olympiadbench": tolerant}, str(folder)).check()
+    with pytest.raises(ImportError, match="eval.scoring_python=/no/python does not run"):
+        Suite({"sudoku": BENCHMARKS["sudoku"]}, scoring_python="/no/python").check()
+    bare, _ = python_elsewhere(tmp_path, f'exec {sys.executable} -S "$@"')
+    with pytest.raises(ImportError, match="has no OpenCompass .*pip install opencompass"):
+        Suite({"sudoku": BENCHMARKS["sudoku"]}, scoring_python=bare).check()
+    crashes = f'if [ "$1" = -m ]; then echo "no such library" >&2; exit 3; fi\nexec {sys.executable} "$@"'
+    broken, _ = python_elsewhere(tmp_path, crashes)
+    suite = Suite({"olympiadbench": tolerant}, str(folder), scoring_python=broken)
+    suite.check()
+    found = run(suite, tmp_path / "log", {"olympiadbench": replies(questions["olympiadbench"])})["olympiadbench"]
+    assert (found.status, found.score) == ("FAILED", None)
+    assert f"eval.scoring_python={broken} ended with status 3: no such library" in str(found.reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, open_dict
@@ -12,11 +12,19 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 
 from dare_lightning.callbacks.opencompass import OpenCompassEval
-from dare_lightning.cli.benchmarks import check_same_weights, compared, names_of, show_comparison, show_record
+from dare_lightning.cli.benchmarks import (
+    as_written,
+    check_same_weights,
+    compared,
+    failed_benchmarks,
+    names_of,
+    show_comparison,
+    show_record,
+)
 from dare_lightning.cli.build import Objects, build
 from dare_lightning.cli.inherit import recipe_of
 from dare_lightning.cli.load import fill_from_checkpoint
-from dare_lightning.evaluation.results import find_record
+from dare_lightning.evaluation.results import BenchmarkResult, find_record
 
 
 def run(cfg: DictConfig, run_dir: Path) -> int:
@@ -39,11 +47,11 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
     _validate(objects, heldout)
     if not objects.trainer.is_global_zero:
         return 0
-    _show_metrics(objects, run_dir, heldout)
     benchmarks = [c for c in objects.trainer.callbacks if isinstance(c, OpenCompassEval)]  # type: ignore[attr-defined]
-    if not benchmarks or benchmarks[0].record is None or benchmarks[0].file is None:
+    record, file = (benchmarks[0].record, benchmarks[0].file) if benchmarks else (None, None)
+    _show_metrics(objects, run_dir, heldout, failed_benchmarks(benchmarks))
+    if record is None or file is None:
         return 0
-    record, file = benchmarks[0].record, benchmarks[0].file
     show_record(record, file)
     if before is not None:
         show_comparison(compared(before, record), [find_record(Path(cfg.rerun_path)), file])
@@ -59,11 +67,9 @@ def _validate(objects: Objects, heldout: bool) -> None:
         objects.trainer.validate(objects.method, dataloaders=nothing, verbose=False)
 
 
-def _show_metrics(objects: Objects, run_dir: Path, heldout: bool) -> None:
+def _show_metrics(objects: Objects, run_dir: Path, heldout: bool, failed: Sequence[BenchmarkResult]) -> None:
     metrics = {name: float(value) for name, value in sorted(objects.trainer.callback_metrics.items())}
-    # JSON has no word for a number that is none.
-    numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    (run_dir / "result.json").write_text(json.dumps(numbers, indent=2), encoding="utf-8")
+    (run_dir / "result.json").write_text(json.dumps(as_written(metrics, failed), indent=2), encoding="utf-8")
     if heldout:
         table = Table("metric", "value")
         for name, value in metrics.items():

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from dare_lightning.callbacks.rollout_checkpoint import RolloutCheckpoint, newest_checkpoint
 from dare_lightning.callbacks.summary import Summary
 from dare_lightning.callbacks.tracking import MLflowLogger
+from dare_lightning.cli.benchmarks import as_written, failed_benchmarks
 from dare_lightning.cli.build import Objects, build
 from dare_lightning.cli.console import say
 from dare_lightning.cli.run_folder import TERMINATED
@@ -87,7 +88,8 @@ def _finish(cfg: DictConfig, run_dir: Path, objects: Objects, summary: Summary |
     adapter = has_adapter(objects.policy)
     if cfg.get("export_at_end", True):
         export_policy(objects.policy, model_dir, adapter="keep" if adapter else "merge", force=True)
-    metrics = {name: float(value) for name, value in objects.trainer.callback_metrics.items()}
+    found = {name: float(value) for name, value in objects.trainer.callback_metrics.items()}
+    metrics = as_written(found, failed_benchmarks(_callbacks(objects.trainer)))
     result = run_dir / "result.json"
     if keep and result.exists():
         metrics = json.loads(result.read_text(encoding="utf-8")) | metrics

@@ -26,13 +26,14 @@ class OlympiadBench(Benchmark):
     r"""A problem, answered in `\boxed{}`; five sets without pictures.
 
     OpenCompass's own evaluator parses LaTeX with a library that cannot be installed beside Hydra (both pin versions of
-    ANTLR), so the verifier is the only scoring here.
+    ANTLR); it is there where `eval.scoring_python` names a Python that has OpenCompass and that library.
     """
 
     name = "olympiadbench"
     title = "OlympiadBench"
     default_config = "OlympiadBench/OlympiadBench_0shot_gen_be8b13"
     scorings = ("verifier",)
+    separate_scorings = ("opencompass",)
     subset_key = "name"
 
     def required_files(self) -> tuple[DataFile, ...]:
