@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dare_lightning.families.cost import count_pass, is_counting
+from dare_lightning.families.flex import Flex
 from dare_lightning.families.layers import at_least_float32, rotary_tables, rotate
 from dare_lightning.families.varlen import attend_segments
 from dare_lightning.families.visibility import BlockVisibility, Trimmed
@@ -283,42 +284,6 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
-class Flex:
-    """PyTorch's flex_attention, which skips what no query of a block of 128 sees; compiled on a GPU.
-
-    Raises:
-        ValueError: a gradient is asked for on the CPU, where flex_attention has none.
-    """
-
-    def __init__(self, mask: Tensor | BlockVisibility | None) -> None:
-        self._mask = mask
-        self._blocks: Any = None
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        if q.device.type == "cpu" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-            raise ValueError("attention=flex has no backward pass on the CPU; train with sdpa, and roll out with flex")
-        if self._mask is not None and self._blocks is None:
-            rule, rows = self._rule(self._mask, q.shape[2])
-            size = (rows, None, q.shape[2], k.shape[2])
-            self._blocks = create_block_mask(rule, *size, device=str(q.device))
-        run = flex_attention if q.device.type == "cpu" else _compiled_flex()
-        out: Tensor = run(q, k, v, block_mask=self._blocks, enable_gqa=q.shape[1] != k.shape[1])
-        return out
-
-    def _rule(self, mask: Tensor | BlockVisibility, queries: int) -> tuple[Callable[..., Tensor], int]:
-        """What flex_attention asks for each pair, and the number of rows."""
-        if isinstance(mask, BlockVisibility):
-            return mask.rule(), len(mask.block)
-        pairs = (mask[:, None] if mask.dim() == 2 else mask).expand(-1, queries, -1)
-
-        def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return pairs[batch, query, key]
-
-        return seen, len(pairs)
-
-
 KERNELS: dict[str, Callable[[Tensor | None], Kernel]] = {
     "eager": partial(_Masked, eager),
     "sdpa": partial(_Masked, sdpa),
@@ -376,13 +341,6 @@ def repeat_groups(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     if share == 1:
         return k, v
     return k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-
-
-def _compiled_flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # Dynamic shapes failed to compile in torch 2.13; one graph a shape does not.
-    return torch.compile(flex_attention, dynamic=False)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -9,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dare_lightning.families import attention
+from dare_lightning.families import attention, flex
 from dare_lightning.families.attention import KeyValueCache, Packing, View
 from dare_lightning.families.base import using_attention
-from dare_lightning.families.tiny import new_tiny_dream, new_tiny_llada, new_tiny_llada_moe
+from dare_lightning.families.tiny import new_tiny_dream, new_tiny_llada, new_tiny_llada_moe, new_tiny_sdar
 
 POLICIES = {"llada": new_tiny_llada, "dream": new_tiny_dream, "llada_moe": new_tiny_llada_moe}
 
@@ -129,3 +130,41 @@ def test_queries_keys_and_values_have_one_dtype_under_autocast(policy: Any, monk
     with torch.autocast("cpu", torch.bfloat16):
         policy.float().hidden_states(_ids(2, 5))
     assert seen == [{torch.bfloat16}] * 2
+
+
+@torch.no_grad()
+def test_a_flex_mask_is_prepared_once_for_a_shape_and_again_where_it_shows_something_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    create = flex._create
+    monkeypatch.setattr(flex, "_MASKS", OrderedDict())
+    monkeypatch.setattr(flex, "_create", lambda *given: made.append(given) or create(*given))
+    for policy in (new_tiny_llada(layers=2, width=32, heads=2), new_tiny_sdar(layers=2, width=32, heads=2)):
+        ids, exists = _ragged()
+        made.clear()
+        with using_attention(policy, "flex"):
+            first = policy.hidden_states(ids, exists)
+            again = policy.hidden_states(ids.flip(0), exists)
+            assert len(made) == 1
+            assert not torch.equal(first, again)
+            shifted = policy.hidden_states(ids, exists.roll(1, 1))
+            assert len(made) == 2
+        plain = policy.hidden_states(ids, exists.roll(1, 1))
+        torch.testing.assert_close(shifted[exists.roll(1, 1)], plain[exists.roll(1, 1)])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [127, 128, 129])
+def test_flex_fills_up_to_whole_tiles_and_shows_the_filling_to_nobody(policy: Any, length: int) -> None:
+    ids = _ids(2, length)
+    with using_attention(policy, "flex"):
+        found = policy.hidden_states(ids)
+    torch.testing.assert_close(found, policy.hidden_states(ids))
+
+
+def test_prepared_masks_are_given_up_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "_MASKS", OrderedDict())
+    for rows in range(1, flex.KEPT + 3):
+        flex.prepared(torch.ones(rows, 5, dtype=torch.bool), rows, 5, 5, torch.device("cpu"))
+    assert [key[1] for key in flex._MASKS] == list(range(3, flex.KEPT + 3))
