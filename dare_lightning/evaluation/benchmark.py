@@ -102,6 +102,11 @@ class Benchmark:
         return 0
 
     @property
+    def scores_elsewhere(self) -> bool:
+        """Whether another Python, without our package, can read its data set."""
+        return True
+
+    @property
     def offers_likelihood(self) -> bool:
         """Whether answers are given, so that their likelihoods can be compared."""
         return self.likelihood_config is not None

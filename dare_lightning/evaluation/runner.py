@@ -114,15 +114,17 @@ class Suite:
         started = time.perf_counter()
         with Attempt() as attempt:
             folder = find_data(benchmark, self.data_dir)
-            return run_benchmark(
-                name, benchmark, asker, folder, self.batch_size, self.limit, log_file, self.scoring_python
-            )
+            python = self._scoring_python(benchmark)
+            return run_benchmark(name, benchmark, asker, folder, self.batch_size, self.limit, log_file, python)
         log.error("benchmark %s FAILED: %s (%s has more)", name, attempt.reason, log_file)
         with Attempt(), log_file.open("a", encoding="utf-8") as file:  # the disk may be what fails
             file.write(attempt.details)
-        settings = settings_of(benchmark, self.limit, self.scoring_python)
+        settings = settings_of(benchmark, self.limit, self._scoring_python(benchmark))
         seconds = round(time.perf_counter() - started, 3)
         return BenchmarkResult(name, "FAILED", attempt.reason, settings=settings, seconds=seconds)
+
+    def _scoring_python(self, benchmark: Benchmark) -> str | None:
+        return self.scoring_python if benchmark.scores_elsewhere else None
 
 
 def checked_on_error(value: str) -> OnError:

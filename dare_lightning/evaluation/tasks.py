@@ -73,12 +73,6 @@ def task_description(name: str, examples: Sequence[Example]) -> Description:
     Raises:
         ValueError: an example has several turns.
     """
-    from datasets import Dataset
-    from opencompass.datasets.base import BaseDataset
-    from opencompass.openicl.icl_inferencer import GenInferencer
-    from opencompass.openicl.icl_prompt_template import PromptTemplate
-    from opencompass.openicl.icl_retriever import ZeroRetriever
-
     if several := [example.index for example in examples if len(example.messages) != 1]:
         raise ValueError(f"{name}: example {several[0]} has several turns; a benchmark of our own asks one question")
     rows = [
@@ -89,24 +83,39 @@ def task_description(name: str, examples: Sequence[Example]) -> Description:
         }
         for example in examples
     ]
+    return dataset_of(name, rows, "ground_truth", {})
+
+
+def dataset_of(name: str, rows: Sequence[Mapping[str, str]], output: str, eval_cfg: Mapping[str, Any]) -> Description:
+    """Rows as an OpenCompass data set that asks their `question` as it is; needs OpenCompass.
+
+    Args:
+        output: the column of references.
+        eval_cfg: who scores; the verifier has its own.
+    """
+    from datasets import Dataset
+    from opencompass.datasets.base import BaseDataset
+    from opencompass.openicl.icl_inferencer import GenInferencer
+    from opencompass.openicl.icl_prompt_template import PromptTemplate
+    from opencompass.openicl.icl_retriever import ZeroRetriever
 
     class Questions(BaseDataset):
         @staticmethod
         def load(path: str) -> Any:
-            return Dataset.from_list(rows)
+            return Dataset.from_list([dict(row) for row in rows])
 
     turn = {"role": "HUMAN", "prompt": "{question}"}
     return {
         "abbr": name,
         "type": Questions,
         "path": "",
-        "reader_cfg": {"input_columns": ["question"], "output_column": "ground_truth"},
+        "reader_cfg": {"input_columns": ["question"], "output_column": output},
         "infer_cfg": {
             "prompt_template": {"type": PromptTemplate, "template": {"round": [turn]}},
             "retriever": {"type": ZeroRetriever},
             "inferencer": {"type": GenInferencer},
         },
-        "eval_cfg": {},
+        "eval_cfg": dict(eval_cfg),
     }
 
 

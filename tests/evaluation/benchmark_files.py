@@ -55,6 +55,10 @@ def write_all(folder: Path) -> dict[str, Questions]:
         "hellaswag": _hellaswag(data / "hellaswag"),
         "arc_c": arc(data / "ARC" / "ARC-c"),
         "gpqa": _gpqa(data / "gpqa"),
+        # The right answer moves through the letters as OpenCompass shuffles: BCDA, CDAB, DABC, ABCD.
+        "gpqa_zero": [
+            (f"Question {n}?", f"The correct answer is {'DCBA'[n]}", "The correct answer is") for n in range(4)
+        ],
         "gsm8k": gsm8k(data / "gsm8k"),
         "math": _math(data / "math"),
         "aime24": _lines(data / "aime.jsonl", _aime("origin_prompt", "gold_answer"), "origin_prompt", "gold_answer"),
@@ -177,8 +181,14 @@ def _gpqa(folder: Path) -> Questions:
         writer = csv.writer(opened)
         writer.writerow([*("x" * 7), "Question", "Correct", "Wrong1", "Wrong2", "Wrong3"])
         writer.writerows([[*("x" * 7), f"Question {n}?", "right", "w1", "w2", "w3"] for n in range(4)])
-    # The right answer moves through the letters as OpenCompass shuffles: BCDA, CDAB, DABC, ABCD.
-    return [(f"Question {n}?", f"The correct answer is {'DCBA'[n]}", "The correct answer is") for n in range(4)]
+    choices = dict(zip("ABCD", ("one", "two", "three", "four"), strict=True))
+    example = {"question": "Example?", "choices": choices, "explanation": "Because.", "correct_answer": "C"}
+    (folder / "chain_of_thought_examples.json").write_text(json.dumps({"questions": [example] * 5}))
+    # Where the first of four lands, row by row, after `random.seed(0)`.
+    return [
+        (f"Question {n}?", f"The correct answer is ({'BAAB'[n]}).", f"The correct answer is {'BAAB'[n]}")
+        for n in range(4)
+    ]
 
 
 def _math(folder: Path) -> Questions:

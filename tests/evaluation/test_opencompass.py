@@ -47,6 +47,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "hellaswag": HellaSwag(),
     "arc_c": ARCChallenge(),
     "gpqa": GPQA(),
+    "gpqa_zero": GPQA(shots=0),
     "gsm8k": GSM8K(limit=3),
     "math": MATH(),
     "aime24": AIME24(repeats=2),
@@ -163,6 +164,20 @@ def test_questions_are_conversations(results: dict[str, BenchmarkResult]) -> Non
     assert roles == ["user", "assistant"] * 4  # three solved tasks, the task, the beginning of the answer
     assert results["mbpp"].example_prompt[-1]["content"] == "[BEGIN]\n"
     assert [message["role"] for message in results["mmlu"].example_prompt] == ["user", "assistant"] * 5 + ["user"]
+
+
+def test_gpqa_shows_five_examples_as_dare_does(results: dict[str, BenchmarkResult]) -> None:
+    (message,) = results["gpqa"].example_prompt
+    shown = "Question: Example?\nChoices:\n(A) one\n(B) two\n(C) three\n(D) four\nThe correct answer is (C)\n"
+    assert message["content"].count(shown) == 5
+    assert "\n\nQuestion:\nQuestion 0?\nChoices:\nA. " in message["content"]
+    assert message["content"].endswith("where X is the correct letter choice from 'ABCD'.")
+    assert "Because" not in message["content"]
+
+
+def test_the_examples_that_were_shown_are_counted(results: dict[str, BenchmarkResult]) -> None:
+    shots = {name: result.settings["shots"] for name, result in results.items() if result.settings["shots"]}
+    assert shots == {"mmlu": 5, "gpqa": 5, "gsm8k": 4, "mbpp": 3}
 
 
 def test_given_answers_are_chosen_by_their_likelihood(data: tuple[Path, dict[str, Questions]]) -> None:

@@ -15,6 +15,7 @@ import pytest
 from dare_lightning.evaluation.adapter import Answered, Asked, Asker, to_messages
 from dare_lightning.evaluation.benchmark import find_data
 from dare_lightning.evaluation.benchmarks.arc_c import ARCChallenge
+from dare_lightning.evaluation.benchmarks.gpqa import GPQA
 from dare_lightning.evaluation.benchmarks.gsm8k import GSM8K
 from dare_lightning.evaluation.benchmarks.sudoku import SudokuBenchmark, SudokuTask
 from dare_lightning.evaluation.compare import Comparison, compare, paired_interval
@@ -146,8 +147,10 @@ def test_a_missing_file_is_named_with_its_source_and_its_place(tmp_path: Path, m
         (lambda: ARCChallenge(scoring="verifier"), "ARC-Challenge offers opencompass"),
         (lambda: GSM8K(limit=0), "eval.benchmarks.gsm8k.limit=0 must be at least 1"),
         (lambda: ARCChallenge(split="train"), "choose one of dev, test"),  # type: ignore[arg-type]
+        (lambda: GPQA(shots=3), "eval.benchmarks.gpqa.shots=3; choose 0 or 5"),  # type: ignore[arg-type]
+        (lambda: GPQA(config="gpqa/gpqa_gen"), "eval.benchmarks.gpqa.config is for shots=0"),
     ],
-    ids=["mode", "scoring", "limit", "split"],
+    ids=["mode", "scoring", "limit", "split", "shots", "config"],
 )
 def test_what_a_benchmark_does_not_offer_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
