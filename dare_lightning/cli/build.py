@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import lightning as L
 import torch
-from hydra.utils import instantiate
+from hydra.utils import get_class, get_method, instantiate
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
@@ -26,7 +26,9 @@ from dare_lightning.cli.errors import UserError
 from dare_lightning.datamodules.preference import PreferenceDataModule
 from dare_lightning.datamodules.prompts import PromptDataModule
 from dare_lightning.families.base import PolicyModel
+from dare_lightning.families.kinds import announced
 from dare_lightning.methods.base import DiffusionPolicyModule
+from dare_lightning.methods.defined import check_defined
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ def build(cfg: DictConfig, run_dir: Path) -> Objects:
         UserError, ValueError: parts that do not fit each other.
     """
     L.seed_everything(cfg.seed, workers=True, verbose=False)  # dropout and third-party code; our draws have streams
+    _check_family(cfg)
     policy = build_policy(cfg)
     data = instantiate(cfg.data, policy=policy)
     method = instantiate(cfg.method, policy=policy)
@@ -78,6 +81,14 @@ def build(cfg: DictConfig, run_dir: Path) -> Objects:
     )
     trainer.accumulate_grad_batches = data.micro_batches_per_step(trainer.world_size)
     return Objects(policy, data, method, trainer)
+
+
+def _check_family(cfg: DictConfig) -> None:
+    """Refuse a method on a family on which it is not defined before the weights are read, where the family is known."""
+    method: type[DiffusionPolicyModule] = get_class(cfg.method._target_)
+    found = announced(get_method(cfg.model._target_), cfg.model.get("path"))
+    if found is not None:
+        check_defined(method.__name__, method.undefined, *found, settings=cfg.method)
 
 
 def _check_pair(method: DiffusionPolicyModule, data: Any, cfg: DictConfig) -> None:

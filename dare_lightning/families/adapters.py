@@ -174,6 +174,24 @@ def merge(policy: nn.Module) -> None:
     policy.requires_grad_(True)
 
 
+def trained_part(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of a module's state dict what is trained: the adapters in it, without the base models."""
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return {name: value for name, value in state.items() if name in trained}
+
+
+def with_frozen_part(module: nn.Module, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `trained_part` left, together with what it left out, which the module has.
+
+    Raises:
+        ValueError: trained weights are missing.
+    """
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if missing := trained - saved.keys():
+        raise ValueError(f"the checkpoint lacks {len(missing)} adapter weights, e.g. {sorted(missing)[0]}")
+    return {name: value for name, value in module.state_dict().items() if name not in saved} | dict(saved)
+
+
 def save_adapter(policy: Any, folder: Path) -> None:
     """Write the adapter alone, in peft's format; the base model is named by the folder the policy was read from.
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dare_lightning.diffusion.advantages import group_advantages
 from dare_lightning.diffusion.rows import Rows
-from dare_lightning.families.adapters import adapters_disabled, has_adapter
+from dare_lightning.families.adapters import has_adapter, trained_part, with_frozen_part
 from dare_lightning.families.base import PolicyModel, token_log_probs
 from dare_lightning.families.cost import Cost
-from dare_lightning.methods.plans import accumulated, chunks, recomputed
+from dare_lightning.families.kinds import kind_of
+from dare_lightning.methods.defined import Undefined, check_defined
+from dare_lightning.methods.plans import accumulated, check_accumulation, chunks, recomputed
+from dare_lightning.methods.reference import Reference
 from dare_lightning.methods.resolution import check_resolution
 from dare_lightning.methods.step_metrics import StepMetrics
 from dare_lightning.replay.batch import SequenceBatch
@@ -50,7 +51,7 @@ class DiffusionPolicyModule(L.LightningModule):
 
     Args:
         policy: the model being trained.
-        optimizer: parameters -> optimiser.
+        optimizer: parameters, or groups of them -> optimiser.
         scheduler: optimiser -> learning-rate scheduler, stepped once an optimiser step.
         kl_coef: weight of the divergence from the reference; 0 means no reference is kept or run.
         temperature: divides the logits wherever log-probs are taken.
@@ -60,7 +61,7 @@ class DiffusionPolicyModule(L.LightningModule):
         rows_per_forward: rows of each sequence in one chunk; None puts all N in one.
 
     Raises:
-        ValueError: a setting is out of range, or the plan does not fit the method.
+        ValueError: a setting is out of range, the plan does not fit the method, or the method not the policy.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
@@ -76,10 +77,13 @@ class DiffusionPolicyModule(L.LightningModule):
     scores_steps: ClassVar[bool] = False
     """Whether the proposals of every forward pass are verified as an answer (`SequenceBatch.step_rewards`)."""
 
+    undefined: ClassVar[tuple[Undefined, ...]] = ()
+    """The policies on which the method means nothing; refused before they are read, where the configuration says."""
+
     def __init__(
         self,
         policy: PolicyModel,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        optimizer: Callable[[Iterable[Any]], Optimizer],
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         kl_coef: float = 0.0,
         temperature: float = 1.0,
@@ -107,9 +111,14 @@ class DiffusionPolicyModule(L.LightningModule):
         self.temperature = temperature
         self.gradient_plan: GradientPlan = gradient_plan
         self.rows_per_forward = rows_per_forward
-        self._reference: tuple[PolicyModel, ...] = ()
+        self._reference = Reference()
         self._step_metrics = StepMetrics()
         self.cost = Cost()
+        self.check_defined({})
+
+    def check_defined(self, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError where the method, or one of these settings of it, is not defined on the policy."""
+        check_defined(type(self).__name__, self.undefined, kind_of(self.policy), type(self.policy).__name__, settings)
 
     # The hooks.
 
@@ -163,6 +172,18 @@ class DiffusionPolicyModule(L.LightningModule):
         if not self.online or self.needs_reference or batch.advantage is None:
             return None
         return batch.advantage != 0
+
+    def further_loss(self, rows: Rows, batch: SequenceBatch) -> LossOutput | None:
+        """What else these rows are paid for, divided as the policy's loss is; None for nothing."""
+        return None
+
+    def trained_modules(self) -> list[nn.Module]:
+        """What the optimiser changes: the policy, and whatever a method trains beside it."""
+        return [cast(nn.Module, self.policy)]
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Trained parameters as an optimiser takes them; a group may have a learning rate of its own."""
+        return [{"params": [p for p in self.policy.parameters() if p.requires_grad]}]
 
     # Scoring.
 
@@ -223,28 +244,14 @@ class DiffusionPolicyModule(L.LightningModule):
             ref_log_probs=torch.stack(ref, dim=1) if ref else None,
         )
 
-    @contextmanager
-    def reference(self) -> Iterator[PolicyModel]:
-        """The reference policy: the frozen copy, or the base model under the switched-off adapter.
-
-        Raises:
-            RuntimeError: no copy was kept.
-        """
-        if self._reference:
-            # Not registered, so nobody else brings it to the policy's device and precision.
-            like = next(self.policy.parameters())
-            yield self._reference[0].to(device=like.device, dtype=like.dtype)
-        elif has_adapter(self.policy):
-            with adapters_disabled(self.policy):
-                yield self.policy
-        else:
-            raise RuntimeError("no reference policy was kept: call keep_reference() before the policy is trained")
+    def reference(self) -> AbstractContextManager[PolicyModel]:
+        """The reference policy in a context, see `Reference.of`."""
+        return self._reference.of(self.policy)
 
     def keep_reference(self) -> None:
-        """Freeze a copy of the policy as it is now, where one is needed; an adapter's base needs no copy."""
-        if self.needs_reference and not self._reference and not has_adapter(self.policy):
-            # In a tuple, so that torch does not register it: the reference is neither trained nor saved.
-            self._reference = (copy.deepcopy(self.policy).requires_grad_(False).eval(),)
+        """Freeze a copy of the policy as it is now, where one is needed."""
+        if self.needs_reference:
+            self._reference.keep(self.policy)
 
     # The loop body.
 
@@ -269,13 +276,17 @@ class DiffusionPolicyModule(L.LightningModule):
 
         def loss_of(row_log_probs: Tensor, part: slice) -> Tensor:
             output = self._compare(row_log_probs, rows.select(part), batch, part)
-            for name, (total, weight) in output.metrics.items():
-                known = metrics.get(name, (torch.zeros_like(total), torch.zeros_like(weight)))
-                metrics[name] = (known[0] + total.detach(), known[1] + weight.detach())
-            return (output.total.reshape(-1) / self._denominator(batch).to(output.total.dtype)).sum()
+            further = self.further_loss(rows.select(part), batch)
+            total = output.total.reshape(-1)
+            if further is not None:
+                total, output = total + further.total.reshape(-1), LossOutput(total, output.metrics | further.metrics)
+            for name, (value, weight) in output.metrics.items():
+                known = metrics.get(name, (torch.zeros_like(value), torch.zeros_like(weight)))
+                metrics[name] = (known[0] + value.detach(), known[1] + weight.detach())
+            return (total / self._denominator(batch).to(total.dtype)).sum()
 
         if self.gradient_plan == "accumulate" and torch.is_grad_enabled():
-            trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+            trained = [p for module in self.trained_modules() for p in module.parameters() if p.requires_grad]
             loss = accumulated(
                 lambda part: loss_of(update_log_probs(self.policy, rows.select(part), batch), part), parts, trained
             )
@@ -328,15 +339,11 @@ class DiffusionPolicyModule(L.LightningModule):
         A policy reads ids; denominators and old log-probs that travel with them must not be rounded.
 
         Raises:
-            ValueError: the gradient plan does not work under the strategy.
+            ValueError: the gradient plan does not work under the strategy or the precision.
         """
         self.keep_reference()  # before a checkpoint is read, and before a validation that comes first
-        sharded = isinstance(self.trainer.strategy, (FSDPStrategy, ModelParallelStrategy))
-        if stage == "fit" and self.gradient_plan == "accumulate" and sharded:
-            raise ValueError(
-                "method.gradient_plan=accumulate differentiates outside of the sharding's hooks; use replay under"
-                f" {type(self.trainer.strategy).__name__}"
-            )
+        if stage == "fit" and self.gradient_plan == "accumulate":
+            check_accumulation(self.trainer)
         self.trainer.precision_plugin.convert_input = _unchanged  # type: ignore[method-assign]
 
     def train(self, mode: bool = True) -> Self:
@@ -352,7 +359,8 @@ class DiffusionPolicyModule(L.LightningModule):
         Raises:
             ValueError: the weights are stored too coarsely for steps of this learning rate to change them.
         """
-        optimizer = self.optimizer([p for p in self.policy.parameters() if p.requires_grad])
+        groups = self.parameter_groups()
+        optimizer = self.optimizer(groups if len(groups) > 1 else groups[0]["params"])
         check_resolution(optimizer)
         if self.scheduler is None:
             return optimizer
@@ -369,18 +377,12 @@ class DiffusionPolicyModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """With an adapter, save the adapter alone: the base is read from its own folder again."""
         if has_adapter(self.policy):
-            trained = {f"policy.{name}" for name, p in self.policy.named_parameters() if p.requires_grad}
-            checkpoint["state_dict"] = {n: v for n, v in checkpoint["state_dict"].items() if n in trained}
+            checkpoint["state_dict"] = trained_part(self, checkpoint["state_dict"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Fill in the frozen weights that an adapter checkpoint leaves out."""
         if has_adapter(self.policy):
-            saved = checkpoint["state_dict"]
-            frozen = {n: v for n, v in self.state_dict().items() if n not in saved}
-            trained = {f"policy.{name}" for name, p in self.policy.named_parameters() if p.requires_grad}
-            if missing := trained - saved.keys():
-                raise ValueError(f"the checkpoint lacks {len(missing)} adapter weights, e.g. {sorted(missing)[0]}")
-            saved.update(frozen)
+            checkpoint["state_dict"] = with_frozen_part(self, checkpoint["state_dict"])
 
 
 def _unchanged(data: Any) -> Any:

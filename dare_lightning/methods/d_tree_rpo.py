@@ -23,6 +23,7 @@ from dare_lightning.diffusion.trees import (
 )
 from dare_lightning.methods.base import DiffusionPolicyModule, LossOutput
 from dare_lightning.methods.committed import written_steps
+from dare_lightning.methods.defined import Undefined
 from dare_lightning.replay.batch import SequenceBatch
 
 
@@ -49,6 +50,13 @@ class DTreeRPO(DiffusionPolicyModule):
 
     needs: ClassVar[tuple[str, ...]] = ("tree", "commit_steps")
     additive_rows: ClassVar[bool] = True
+    undefined: ClassVar[tuple[Undefined, ...]] = (
+        Undefined(
+            "block",
+            "a node of the tree is a state in which any token may be hidden, and {family} reads a block only after"
+            " finished ones, so that no sampler of its kind grows trees; use method=tracerl or dipo",
+        ),
+    )
 
     def __init__(
         self,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from dare_lightning.diffusion.likelihood import row_sums
 from dare_lightning.diffusion.rows import Rows
+from dare_lightning.methods.defined import Undefined
 from dare_lightning.methods.elbo_rows import ElboRows
 from dare_lightning.methods.sequence import ClippedSequenceMethod
 from dare_lightning.replay.batch import SequenceBatch
@@ -31,6 +32,14 @@ class EBPO(ClippedSequenceMethod):
     Source: LLaDA2.1, arXiv:2602.08676 equations 4 and 5; the noise as DARE reads it.
     """
 
+    undefined: ClassVar[tuple[Undefined, ...]] = (
+        Undefined(
+            "masked",
+            "it scores every block given the clean blocks before it, in one [noisy ; clean] pass; use method=bgpo or"
+            " espo",
+        ),
+    )
+
     def __init__(
         self,
         *args: Any,
@@ -41,11 +50,6 @@ class EBPO(ClippedSequenceMethod):
         **clipped: Any,
     ) -> None:
         super().__init__(*args, advantage=advantage, clip_high=clip_high, **clipped)
-        if self.policy.block_length is None:
-            raise ValueError(
-                f"EBPO is defined for block-diffusion policies and {type(self.policy).__name__} is not one: it scores"
-                " every block given the clean blocks before it, in one [noisy ; clean] pass; use method=bgpo or espo"
-            )
         self.noise = ElboRows(samples, "block")
         weights = [1 / samples] * samples if timestep_weights is None else [float(w) for w in timestep_weights]
         if len(weights) != samples or min(weights) < 0 or sum(weights) <= 0:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import lightning as L
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -63,3 +66,23 @@ def accumulated(
     """
     result: Tensor = _Accumulated.apply(loss_of, parts, *parameters)
     return result
+
+
+def check_accumulation(trainer: L.Trainer) -> None:
+    """Whether `accumulated` gives the right gradient in this trainer.
+
+    Raises:
+        ValueError: the weights are sharded, or the loss is scaled after the gradient is taken.
+    """
+    sharded, plugin = isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy)), trainer.precision_plugin
+    if sharded:
+        raise ValueError(
+            "method.gradient_plan=accumulate differentiates outside of the sharding's hooks; use replay under"
+            f" {type(trainer.strategy).__name__}"
+        )
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None and plugin.scaler.is_enabled():
+        raise ValueError(
+            "method.gradient_plan=accumulate differentiates before the loss is scaled, so that small gradients vanish"
+            f" in float16 (trainer.precision={plugin.precision}); use trainer.precision=bf16-mixed, or"
+            " method.gradient_plan=replay"
+        )

@@ -14,6 +14,7 @@ from dare_lightning.diffusion.likelihood import row_sums
 from dare_lightning.diffusion.losses import Aggregation
 from dare_lightning.diffusion.rows import Rows
 from dare_lightning.methods.base import LossOutput
+from dare_lightning.methods.defined import Undefined
 from dare_lightning.methods.sequence import SequenceMethod
 from dare_lightning.replay.batch import SequenceBatch
 
@@ -43,6 +44,14 @@ class SPG(SequenceMethod):
     """
 
     uses_old_policy: ClassVar[bool] = False
+    undefined: ClassVar[tuple[Undefined, ...]] = (
+        Undefined(
+            "block",
+            "it hides what follows the block at work, and {family} never reads that; use method.forward_type=random",
+            setting="forward_type",
+            value="block_random",
+        ),
+    )
 
     def __init__(
         self,
@@ -85,11 +94,7 @@ class SPG(SequenceMethod):
             raise ValueError(f"method.prompt_mask_probability={self.prompt_mask_probability} is outside [0, 1]")
         if self.forward_type not in ("block_random", "random"):
             raise ValueError(f"method.forward_type={self.forward_type!r}; use block_random or random")
-        if self.forward_type == "block_random" and self.policy.block_length is not None:
-            raise ValueError(
-                "SPG's forward_type=block_random is defined for masked policies: it hides what follows the block at"
-                f" work, and {type(self.policy).__name__} never reads that; use method.forward_type=random"
-            )
+        self.check_defined({"forward_type": self.forward_type})
 
     def corrupt(self, batch: SequenceBatch) -> Rows:
         """`samples` rows; what follows the first end token is hidden in all of them."""
