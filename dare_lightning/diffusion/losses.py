@@ -183,15 +183,15 @@ def clipped_policy_loss(
 
     Args:
         log_likelihood, old, ref: float [B, ...]; ref may be None where kl_coef is 0.
-        advantage: float [B].
+        advantage: float [B], or one for each token in the shape of `log_likelihood`.
         mask: bool [B, ...], what counts; the loss is 0 elsewhere.
 
     Returns:
         The loss, shaped like `log_likelihood`, and sums for the metrics of `ratio_metrics` and kl.
     """
     log_ratio = torch.where(mask, log_likelihood - old.detach(), 0.0)
-    per_sample = advantage.view(-1, *[1] * (log_likelihood.ndim - 1)).to(log_likelihood)
-    surrogate = clipped_surrogate(log_ratio, per_sample, clip)
+    spread = advantage.view(*advantage.shape, *[1] * (log_likelihood.ndim - advantage.ndim)).to(log_likelihood)
+    surrogate = clipped_surrogate(log_ratio, spread, clip)
     loss = torch.where(mask, surrogate.loss, 0.0)
     ratio = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     old_kl = kl_estimate("k3", log_ratio.detach(), torch.zeros_like(log_ratio))

@@ -153,6 +153,25 @@ def token_log_probs(
     Returns:
         float [B, L].
     """
+    states = scored_states(policy, noisy_ids, clean_ids, attention_mask, score_mask, block_ids)
+    targets = (clean_ids if target_ids is None else target_ids)[score_mask]
+    chosen = chosen_log_probs(policy, states, targets, temperature)
+    return chosen.new_zeros(noisy_ids.shape).masked_scatter(score_mask, chosen)
+
+
+def scored_states(
+    policy: PolicyModel,
+    noisy_ids: Tensor,
+    clean_ids: Tensor,
+    attention_mask: Tensor,
+    score_mask: Tensor,
+    block_ids: Tensor | None = None,
+) -> Tensor:
+    """Hidden states of the scored positions, float [N, H], in the order of `score_mask.nonzero()`.
+
+    Rows without a scored position, columns without a token and repetitions of a row are not run. Arguments as
+    `token_log_probs`.
+    """
     rows = score_mask.any(1).nonzero().flatten()
     if len(rows) == 0:
         # One row still runs, so that every parameter has a gradient (of 0), which data-parallel training expects.
@@ -168,11 +187,8 @@ def token_log_probs(
         read = [noisy, exists.long(), clean, blocks]
     place, first = distinct_rows(torch.cat(read, dim=1))
     hidden = policy.denoise(noisy[first], clean[first], exists[first], None if blocks is None else blocks[first])
-    scored = score_mask[rows, columns]
-    row, column = scored.nonzero(as_tuple=True)
-    targets = (clean_ids if target_ids is None else target_ids)[score_mask]
-    chosen = chosen_log_probs(policy, hidden[place[row], column], targets, temperature)
-    return chosen.new_zeros(noisy_ids.shape).masked_scatter(score_mask, chosen)
+    row, column = score_mask[rows, columns].nonzero(as_tuple=True)
+    return hidden[place[row], column]
 
 
 def chosen_log_probs(policy: PolicyModel, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:

@@ -63,7 +63,7 @@ class CommittedTokenMethod(GroupRelativeMethod):
             response_mask=batch.response_mask,
             block=batch.block_ids(self.policy.block_length),
             group=batch.group_index,
-            taught=None if batch.advantage is None else batch.advantage != 0,
+            taught=None if batch.advantage is None else (token_advantage(batch) != 0).view(len(batch), -1).any(1),
         )
 
     def corrupt(self, batch: SequenceBatch) -> Rows:
@@ -80,10 +80,9 @@ class CommittedTokenMethod(GroupRelativeMethod):
         self, log_likelihood: Tensor, old: Tensor, ref: Tensor | None, rows: Rows, batch: SequenceBatch
     ) -> LossOutput:
         """Token-level clipped surrogate plus kl_coef times k3, of the tokens that these rows score."""
-        assert batch.advantage is not None  # the rollout fills it
-        assert batch.denominator is not None  # as does the loader
-        scored = rows.score_mask.any(1)
-        loss, metrics = clipped_policy_loss(log_likelihood, old, ref, batch.advantage, scored, self.clip, self.kl_coef)
+        assert batch.denominator is not None  # the loader fills it
+        scored, advantage = rows.score_mask.any(1), token_advantage(batch)
+        loss, metrics = clipped_policy_loss(log_likelihood, old, ref, advantage, scored, self.clip, self.kl_coef)
         return LossOutput(self.shares(batch).total(loss, batch.denominator), metrics)
 
     def denominator(self, rows: Rows, batch: SequenceBatch) -> Tensor:
@@ -117,6 +116,13 @@ class MergedStepMethod(CommittedTokenMethod):
         """The rollout's steps, every `shrink` of a block (or of the response) merged into one."""
         blocks = batch.block_ids(self.policy.block_length)
         return collapse_steps(dense_steps(written_steps(batch), blocks), self.shrink)
+
+
+def token_advantage(batch: SequenceBatch) -> Tensor:
+    """The advantage of each token, float [B, L], where a value model has one for each; else that of the answer, [B]."""
+    found = batch.advantage if batch.token_advantage is None else batch.token_advantage
+    assert found is not None  # the rollout fills it
+    return found
 
 
 def written_steps(batch: SequenceBatch) -> Tensor:

@@ -11,11 +11,12 @@ from dare_lightning.diffusion.losses import clipped_policy_loss, kl_estimate
 from dare_lightning.diffusion.rows import Rows
 from dare_lightning.diffusion.shares import StepAggregation
 from dare_lightning.methods.base import LossOutput
-from dare_lightning.methods.committed import MergedStepMethod
+from dare_lightning.methods.committed import token_advantage
+from dare_lightning.methods.valued import ValuedStepMethod
 from dare_lightning.replay.batch import SequenceBatch
 
 
-class TraceRL(MergedStepMethod):
+class TraceRL(ValuedStepMethod):
     """Score every token in the state before the group of `shrink` steps that wrote it.
 
     Args:
@@ -25,12 +26,12 @@ class TraceRL(MergedStepMethod):
         aggregation: None takes the original's: "row_dr_grpo" under block policies, "row_mean" under masked ones.
         advantage: the original divides by the group's deviation, ddof 0.
         kl_coef: weight of the divergence from the policy that wrote the rollout; there is no reference.
-        committed: as in `MergedStepMethod`; the paper's code takes a shrink of 8 for LLaDA and 1 for SDAR.
+        valued: as in `ValuedStepMethod`; the paper's code takes a shrink of 8 for LLaDA and 1 for SDAR.
 
     Raises:
         ValueError: a setting is out of range.
 
-    Source: Wang et al. 2025, arXiv:2509.06949, without the value model.
+    Source: Wang et al. 2025, arXiv:2509.06949.
     """
 
     def __init__(
@@ -40,9 +41,9 @@ class TraceRL(MergedStepMethod):
         sum_kl: bool = False,
         aggregation: StepAggregation | None = None,
         advantage: str = "z_score",
-        **committed: Any,
+        **valued: Any,
     ) -> None:
-        super().__init__(*args, aggregation=aggregation or "row_mean", advantage=advantage, **committed)
+        super().__init__(*args, aggregation=aggregation or "row_mean", advantage=advantage, **valued)
         if tokens_after_end < 0:
             raise ValueError(f"method.tokens_after_end={tokens_after_end} must be at least 0")
         if aggregation is None and self.policy.block_length is not None:
@@ -55,8 +56,11 @@ class TraceRL(MergedStepMethod):
         return False
 
     def teaches(self, batch: SequenceBatch) -> Tensor | None:
-        """A completion without advantage is still held to the old policy."""
-        return super().teaches(batch) if self.kl_coef == 0 else None
+        """A completion without advantage is still held to the old policy, where that is another one."""
+        # Only the loader says what to divide by, so this is an update; without stored log-probs the old policy is the
+        # policy itself, and the divergence has neither value nor gradient.
+        same = batch.denominator is not None and batch.old_log_probs is None
+        return super().teaches(batch) if self.kl_coef == 0 or same else None
 
     def counted(self, batch: SequenceBatch) -> Tensor:
         """Up to the first end token, and `tokens_after_end` more."""
@@ -73,9 +77,8 @@ class TraceRL(MergedStepMethod):
         assert batch.denominator is not None  # the loader fills it
         if self.kl_coef == 0 or not self.sum_kl:
             return super().policy_loss(log_likelihood, old, old if self.kl_coef > 0 else None, rows, batch)
-        assert batch.advantage is not None  # as does the rollout
         scored, shares = rows.score_mask.any(1), self.shares(batch)
-        loss, metrics = clipped_policy_loss(log_likelihood, old, None, batch.advantage, scored, self.clip)
+        loss, metrics = clipped_policy_loss(log_likelihood, old, None, token_advantage(batch), scored, self.clip)
         divergence = torch.where(scored, kl_estimate("k3", log_likelihood, old.detach()), 0.0)
         metrics["kl"] = (divergence.detach().sum(), scored.sum().to(loss))
         summed = shares._replace(weight=(shares.weight > 0).double())

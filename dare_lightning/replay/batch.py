@@ -39,6 +39,9 @@ class SequenceBatch:
         confidence: float32 [B, T, L], the probability of each proposal when it was made; 0 where there was none.
         step_rewards: float32 [B, T], the reward of each pass's proposals taken as the answer.
         step_advantage: float32 [B, T], an advantage for each forward pass instead of one for the sequence.
+        token_advantage: float32 [B, L], an advantage for each token instead of one for the sequence.
+        old_values, value_target: float32 [B, L], what a value model said of each token when the rollout was made, and
+            what it should have said.
         node_index: int64 [B, D], for completions grown as a tree the node each belongs to at depth 1 to D; the numbers
             of one depth are those of different nodes, and the deepest is the completion's own.
         target_probs: float32 [B, T, L], for the token of each row the probability that a target distribution gives it;
@@ -70,6 +73,9 @@ class SequenceBatch:
     confidence: Tensor | None = None
     step_rewards: Tensor | None = None
     step_advantage: Tensor | None = None
+    token_advantage: Tensor | None = None
+    old_values: Tensor | None = None
+    value_target: Tensor | None = None
     node_index: Tensor | None = None
     target_probs: Tensor | None = None
     target_weight: Tensor | None = None
@@ -139,6 +145,9 @@ TOKEN_COLUMNS: dict[str, int | float | bool] = {
     "proposals": 0,
     "confidence": 0.0,
     "target_probs": 0.0,
+    "token_advantage": 0.0,
+    "old_values": 0.0,
+    "value_target": 0.0,
 }
 
 # Columns whose second axis counts forward passes, with the value that stands after a row's last pass.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from dare_lightning.methods.coupled_grpo import CoupledGRPO
 from dare_lightning.methods.d1 import D1
+from dare_lightning.methods.tracerl import TraceRL
 from tests.methods.harness import build, run
 from tests.methods.table_model import TablePolicy, random_tables, sequence_batch
 
@@ -48,3 +50,23 @@ def test_a_micro_batch_without_any_advantage_has_loss_and_gradient_zero() -> Non
     outcome = run(module, module.corrupt(batch), batch)
     assert outcome.loss == 0
     assert not outcome.gradient.any()
+
+
+@pytest.mark.parametrize("keep_old", [False, True], ids=["one_update", "several"])
+def test_a_divergence_from_the_old_policy_is_run_only_where_that_is_another_one(keep_old: bool) -> None:
+    policy = TablePolicy(random_tables())
+    module = build(TraceRL, policy, kl_coef=0.1)
+    steps = torch.tensor([[-1, -1, -1, 0, 0, 1, 1, 2, 2]]).expand(4, -1)
+    batch = replace(_batch([1.0, 0.0, 0.0, -0.5]), commit_step=steps)
+    batch = module.freeze_policies(batch, inner_epochs=1, keep_old=keep_old)
+    batch = replace(batch, denominator=module.count(batch))
+    read = []
+    denoise = policy.denoise
+    policy.denoise = lambda noisy, *rest: (read.append(len(noisy)), denoise(noisy, *rest))[1]  # type: ignore[method-assign]
+    rows = module.corrupt(batch)
+    found = run(module, rows, batch)
+    assert sum(read) == (12 if keep_old else 6)
+    module.teaches = lambda batch: None
+    whole = run(module, rows, batch)
+    torch.testing.assert_close(found.loss, whole.loss)
+    torch.testing.assert_close(found.gradient, whole.gradient)
