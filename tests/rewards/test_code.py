@@ -74,6 +74,20 @@ def test_a_built_ins_name_can_be_under_test(reward: CodeReward) -> None:
     assert statuses(reward, [shadow], json.dumps(["assert set(f([1])) == set([2])"])) == ["wrong"]
 
 
+def test_a_program_cannot_end_the_tests_own_loop(reward: CodeReward) -> None:
+    tests = "def check(candidate):\n    assert all(map(lambda x: candidate(x) == 2 * x, [1, 2]))"
+    cheat = "def f(x):\n    raise StopIteration"
+    assert statuses(reward, [EARNED, cheat], tests, entry_point="f") == ["right", "wrong"]
+
+
+def test_a_module_of_the_tests_is_not_the_programs(reward: CodeReward) -> None:
+    tests = json.dumps(["assert math.isclose(f(2), 4)", "assert f(1) != math.inf"])
+    cheat = "class math:\n    inf = 0\n    def isclose(a, b): return True\ndef f(x):\n    return 5"
+    assert statuses(reward, [EARNED, cheat], tests) == ["right", "wrong"]
+    # A function under test may be called like one.
+    assert statuses(reward, ["def copy(x):\n    return x"], json.dumps(["assert copy(3) == 3"])) == ["right"]
+
+
 def literal_tests(truth: str) -> list[tuple[str, str, str]]:
     """(function, arguments, result) of the assertions `f(literals) == literal`."""
     found = []

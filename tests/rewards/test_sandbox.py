@@ -52,7 +52,7 @@ def reward() -> Iterator[CodeReward]:
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """A file that every user may write, one that every user may read, a server, and a token in the environment."""
+    """Files that every user may write or read, servers of three kinds, and a token in the environment."""
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o777)
     canary, secret = tmp_path / "canary.txt", tmp_path / "secret.txt"
@@ -63,7 +63,14 @@ def outside(tmp_path: Path) -> Iterator[dict[str, Any]]:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
-        yield {"canary": str(canary), "secret": str(secret), "port": server.getsockname()[1]}
+        targets = {"canary": str(canary), "secret": str(secret), "port": server.getsockname()[1]}
+        names = {"socket": str(tmp_path / "socket"), "abstract": f"\0{tmp_path}"}
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as one, socket.socket(socket.AF_UNIX, one.type) as two:
+            for listener, name in zip((one, two), names.values(), strict=True):
+                listener.bind(name)
+                listener.setblocking(False)
+            os.chmod(names["socket"], 0o666)
+            yield {**targets, **names, "listeners": (one, two)}
     del os.environ["TOKEN"]
 
 
@@ -74,10 +81,17 @@ def with_honest_ones(programs: dict[str, str], outside: dict[str, Any]) -> list[
 
 
 def test_cheats_score_nothing_and_harm_nobody(level: CodeReward, outside: dict[str, Any]) -> None:
+    before = os.stat(outside["canary"])
     found = statuses(level, with_honest_ones(CHEATS, outside))
     assert [name for name, status in zip(CHEATS, found[::2], strict=True) if status == "right"] == []
     assert [name for name, status in zip(CHEATS, found[1::2], strict=True) if status != "right"] == []
+    after = os.stat(outside["canary"])
     assert Path(outside["canary"]).read_text() == "alive"
+    assert (after.st_mode, after.st_mtime_ns, after.st_nlink) == (before.st_mode, before.st_mtime_ns, 1)
+    assert os.listxattr(outside["canary"]) == []
+    for listener in outside["listeners"]:
+        with pytest.raises(BlockingIOError):
+            listener.recv(1)
 
 
 def test_runaways_are_cut_off_within_the_batchs_bound(level: CodeReward, outside: dict[str, Any]) -> None:

@@ -86,7 +86,7 @@ class Cell:
 
     @property
     def own_pids(self) -> bool:
-        """Whether a program sees no process but its own."""
+        """Whether a program sees no process and no file but its own."""
         return self.level in ("bubblewrap", "namespaces")
 
     @property
@@ -265,14 +265,15 @@ def confine_program(place: Place, folder: str) -> None:
     }
     rules = None
     if cell.filtered and filters.landlock_version():
-        rules = filters.FileRules(place.paths, [folder], [f"/dev/{name}" for name in DEVICES])
+        devices = [f"/dev/{name}" for name in DEVICES]
+        rules = filters.FileRules(place.paths, [folder], devices, removes=cell.own_pids)
     _settle(bounds, None if cell.level == "bubblewrap" else cell.program_id(place.slot))
     if place.rules is not None:
         place.rules[0].enter()
     if rules is not None:
         rules.enter()
     if cell.filtered:
-        filters.deny_system_calls(signals=cell.own_pids, forks=True)
+        filters.deny_system_calls(signals=cell.own_pids, forks=True, own_files=cell.own_pids)
 
 
 def confine_judge(place: Place) -> None:
@@ -292,7 +293,7 @@ def confine_judge(place: Place) -> None:
     if rules is not None:
         rules.enter()
     if cell.filtered:
-        filters.deny_system_calls(signals=True, forks=False)
+        filters.deny_system_calls(signals=True, forks=False, own_files=cell.own_pids)
 
 
 def shared_rules(cell: Cell, paths: list[str]) -> tuple[filters.FileRules, filters.FileRules]:
@@ -308,7 +309,7 @@ def shared_rules(cell: Cell, paths: list[str]) -> tuple[filters.FileRules, filte
 def forbid_processes() -> None:
     """No further process, where the kernel would not count them."""
     if kernel.machine() in filters.MACHINES:
-        filters.deny_system_calls(signals=True, forks=False)
+        filters.deny_system_calls(signals=True, forks=False, own_files=True)
 
 
 def _settle(bounds: dict[int, int], user: int | None) -> None:

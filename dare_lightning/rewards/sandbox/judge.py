@@ -61,6 +61,8 @@ class Link:
         word, *rest = self.ask(*request)
         if word == "raised" and len(rest) == 1:
             kind = vars(builtins).get(str(rest[0]))
+            if isinstance(kind, type) and issubclass(kind, StopIteration) and request[:2] != ("apply", "next"):
+                raise RuntimeError("the program raised StopIteration")  # which would end a loop of the tests' own
             if isinstance(kind, type) and issubclass(kind, Exception):
                 raise ValueError(rest[0]) if kind in _NEED_ARGUMENTS else kind()
         if word != "value" or len(rest) != 1:
@@ -165,9 +167,10 @@ def run_asserts(tests: Mapping[str, Any], link: Link, scope: dict[str, Any], loa
         scope.pop(entry, None)
     wanted = {entry} if entry else set()
     wanted |= free_names([tests["setup"], *tests["statements"]], known=set(scope), entry=entry)
-    for name in sorted(wanted & set(loaded)):
+    modules = sys.stdlib_module_names & (wanted - set(loaded) | module_names([tests["setup"], *tests["statements"]]))
+    for name in sorted(wanted & set(loaded) - modules):
         scope[name] = link.value("global", name)
-    for name in sorted((wanted - set(loaded)) & sys.stdlib_module_names):
+    for name in sorted(wanted & modules):
         scope[name] = importlib.import_module(name)
     for statement in tests["statements"]:
         exec(compile(statement, "tests.py", "exec"), scope)
@@ -194,6 +197,14 @@ def free_names(sources: Sequence[str], known: set[str], entry: str | None) -> se
     free = used - (bound - {entry})
     ours = {name for name in free if name not in vars(builtins)}
     return ours or free
+
+
+def module_names(sources: Sequence[str]) -> set[str]:
+    """Names that the tests only take attributes of, as of a module: `math.isclose`."""
+    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+    bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    return {node.id for node in names if id(node) in bases} - {node.id for node in names if id(node) not in bases}
 
 
 def run_calls(tests: Mapping[str, Any], link: Link) -> bool:

@@ -63,8 +63,9 @@ class Zygote:
         elif self.cell.level == "filters":
             self.rules = jail.shared_rules(self.cell, self.paths)
         if self.cell.filtered:
-            for signals, forks in ((True, True), (False, True), (True, False)):
-                filters.filter_program(signals, forks)
+            own = self.cell.own_pids
+            for rules in ((own, True, own), (True, False, own), (True, False, True)):
+                filters.filter_program(*rules)
         for name in WARM:
             importlib.import_module(name)
         gc.collect()
