@@ -93,6 +93,8 @@ class BlockRun:
 class BlockDecoder:
     """Decodes block after block. A block that is final is read once more, so that later ones see its own keys.
 
+    Where the blocks of all rows are final at the same time, that reading is part of the next blocks' first pass.
+
     Attributes:
         steps: which masks a pass commits.
         sampler: how tokens are drawn.
@@ -114,9 +116,13 @@ class BlockDecoder:
         final = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
         self._read_prompts(run)
         while len(rows) > 0:
-            hidden = self._read(run, rows)
             committed = final[rows]
-            canvas.next_block(rows[committed])
+            if bool(committed.all()):
+                hidden = self._read_with_next(run, rows)
+                committed = torch.zeros_like(committed)
+            else:
+                hidden = self._read(run, rows)
+                canvas.next_block(rows[committed])
             final[rows] = False
             at_work = rows[~committed]
             done = torch.zeros_like(committed)
@@ -150,14 +156,27 @@ class BlockDecoder:
 
     def _read(self, run: BlockRun, rows: Tensor) -> Tensor:
         """Hidden states [n, b, H] of these rows' blocks, whose keys go to the cache."""
+        columns = run.canvas.columns(rows)
+        end = run.canvas.start[rows, None] + run.canvas.block_length
+        return self._read_columns(run, rows, columns, end)
+
+    def _read_with_next(self, run: BlockRun, rows: Tensor) -> Tensor:
+        """Go to the next blocks, and read them together with the ones left: hidden states [n, b, H] of the former."""
+        canvas, length = run.canvas, run.canvas.block_length
+        left = canvas.columns(rows)
+        canvas.next_block(rows)
+        columns = torch.cat([left, canvas.columns(rows)], 1)
+        end = canvas.start[rows, None] + torch.arange(2, device=rows.device).repeat_interleave(length) * length
+        return self._read_columns(run, rows, columns, end)[:, length:]
+
+    def _read_columns(self, run: BlockRun, rows: Tensor, columns: Tensor, end: Tensor) -> Tensor:
+        """A pass over columns [n, q] of these rows; each sees those before its own `end`, int64 [n, q] or [n, 1]."""
         canvas, cache = run.canvas, run.cache
-        columns = canvas.columns(rows)
-        end = canvas.start[rows] + canvas.block_length
         cache.reach(int(end.max()))
-        visible = torch.arange(cache.columns, device=rows.device) < end[:, None]
+        visible = torch.arange(cache.columns, device=rows.device) < end[..., None]
         place = torch.arange(len(rows), device=rows.device)
-        view = View(columns, None if bool(visible.all()) else visible[:, None], cache, place, columns)
-        self._count(run.stats, len(rows), canvas.block_length)
+        view = View(columns, None if bool(visible.all()) else visible, cache, place, columns)
+        self._count(run.stats, *columns.shape)
         return run.policy.hidden_states(canvas.ids[rows[:, None], columns], None, view)
 
     @staticmethod
