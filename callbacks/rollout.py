@@ -195,6 +195,10 @@ class RolloutCallback(L.Callback):
         values["seconds/score"] = [time.perf_counter() - judged]
         counts = Counter(v.status for v in verdicts)
         log.info("rollout %d: %s", rollout, ", ".join(f"{n} {status}" for status, n in sorted(counts.items())))
+        if batch.left_out is not None:
+            left = batch.left_out.view(-1, data.group_size).any(1)
+            values["left_out_groups"] = left.float().tolist()
+            log.info("rollout %d: %d of %d groups are left out of training", rollout, int(left.sum()), len(left))
         return batch.to("cpu"), mean_over_ranks(values)
 
     def _with_advantages(
@@ -212,7 +216,9 @@ class RolloutCallback(L.Callback):
             sample_index=torch.tensor(prompts.sample_index).to(device),
             group_index=torch.tensor(prompts.group_index).to(device),
             reward=rewards.to(device),
+            solved=torch.tensor([verdict.status == "right" for verdict in verdicts], device=device),
         )
+        rewarded = replace(rewarded, left_out=method.leaves_out(rewarded))
         if method.scores_steps:
             steps = step_rewards(method.policy, data.reward, batch, prompts.examples)
             rewarded = replace(rewarded, step_rewards=steps.to(device))
@@ -221,12 +227,15 @@ class RolloutCallback(L.Callback):
     def _frozen(self, data: PromptDataModule, method: DiffusionPolicyModule, batch: SequenceBatch) -> SequenceBatch:
         size = self.score_batch or data.micro_batch
         rows = torch.arange(len(batch), device=batch.ids.device)
+        if batch.left_out is not None and not bool(batch.left_out.all()):
+            rows = rows[~batch.left_out]
         keep_old = not data.single_update
         parts = [
             method.freeze_policies(batch.select(part).to(method.device), data.inner_epochs, keep_old)
             for part in rows.split(size)
         ]
-        return concatenate(parts)
+        found = concatenate(parts)
+        return found if len(rows) == len(batch) else batch.to(found.ids.device).filled(found, rows)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log what the rollout measured."""

@@ -302,7 +302,12 @@ class PromptDataModule(L.LightningDataModule):
         def total(counts: Tensor) -> Tensor:
             return sum_over_ranks(counts, trainer.strategy.root_device)
 
-        self.loader = MicroBatchLoader(lambda epoch: list(self._windows(epoch)), length, module.count, total)
+        def count(batch: SequenceBatch) -> Tensor:
+            found: Tensor = module.count(batch)
+            # Where all samples were left out, the one that stands for them must not count either.
+            return found if bool(batch.response_mask.any()) else torch.zeros_like(found)
+
+        self.loader = MicroBatchLoader(lambda epoch: list(self._windows(epoch)), length, count, total)
         self.loader.load_state_dict(self._position)
         return self.loader
 
@@ -363,4 +368,4 @@ def _conversation(example: Example) -> tuple[tuple[str, str], ...]:
 
 
 def _micro_batch(batch: SequenceBatch, rows: Tensor, inner: int) -> Callable[[], SequenceBatch]:
-    return lambda: replace(batch.select(rows.to(batch.ids.device)), iteration=inner).trim()
+    return lambda: replace(batch.select(rows.to(batch.ids.device)).kept(), iteration=inner).trim()

@@ -117,6 +117,18 @@ def group_advantages(rewards: Tensor, group_index: Tensor, estimate: Estimator) 
     return GroupAdvantages(advantage, len(numbers), int(_equal(grouped).sum()))
 
 
+def group_means(values: Tensor, group_index: Tensor) -> Tensor:
+    """For each completion the mean of its group, float64 [B].
+
+    Args:
+        values: [B].
+        group_index: int64 [B].
+    """
+    _, position, sizes = group_index.unique(return_inverse=True, return_counts=True)
+    sums = torch.zeros(len(sizes), dtype=torch.float64, device=values.device).index_add(0, position, values.double())
+    return (sums / sizes)[position]
+
+
 def _groups(rewards: Tensor) -> Tensor:
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ValueError(

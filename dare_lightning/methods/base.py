@@ -149,6 +149,10 @@ class DiffusionPolicyModule(L.LightningModule):
         found = group_advantages(batch.reward, batch.group_index, self.advantages)
         return replace(batch, advantage=found.advantage)
 
+    def leaves_out(self, batch: SequenceBatch) -> Tensor | None:
+        """bool [B], the samples of a rewarded rollout that are not trained on, in whole groups; None for none."""
+        return None
+
     def policy_loss(
         self, log_likelihood: Tensor, old: Tensor, ref: Tensor | None, rows: Rows, batch: SequenceBatch
     ) -> LossOutput:

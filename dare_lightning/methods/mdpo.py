@@ -73,7 +73,8 @@ class MDPO(GroupRelativeMethod):
         found = [group_advantages(score, batch.group_index, self.advantages).advantage for score in scores.unbind(1)]
         advantage = torch.stack(found, 1)
         made = torch.arange(steps, device=scores.device) < batch.forward_passes[:, None]
-        strength = sum_over_ranks((advantage.abs() * made).sum(0).double(), self.device)
+        counts = made if batch.left_out is None else made & ~batch.left_out[:, None]
+        strength = sum_over_ranks((advantage.abs() * counts).sum(0).double(), self.device)
         return self._kept(batch, advantage, made, strongest_steps(strength, self.train_steps))
 
     def _kept(self, batch: SequenceBatch, advantage: Tensor, made: Tensor, chosen: Tensor) -> SequenceBatch:

@@ -29,6 +29,8 @@ class SequenceBatch:
         sample_index: int64 [B], which row of the data set (offline) or of the rollout (online) this is.
         group_index: int64 [B], rows with the same number answer the same prompt.
         reward, advantage: float32 [B].
+        solved: bool [B], whether the verifier called the answer right.
+        left_out: bool [B], samples of a rollout that are not trained on, see `kept`.
         old_log_probs, ref_log_probs: float32 [B, K, N, L], row log-probs for each inner epoch K and noisy row N.
         commit_step: int64 [B, L], 0-based forward pass that wrote the token; -1 elsewhere.
         commit_log_probs: float32 [B, L], log-prob of the token when it was written, under the sampling policy.
@@ -63,6 +65,8 @@ class SequenceBatch:
     group_index: Tensor | None = None
     reward: Tensor | None = None
     advantage: Tensor | None = None
+    solved: Tensor | None = None
+    left_out: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     commit_step: Tensor | None = None
@@ -113,6 +117,27 @@ class SequenceBatch:
         """The batch of these rows, in this order."""
         chosen: dict[str, Any] = {name: value[rows] for name, value in self.columns()}
         return replace(self, **chosen)
+
+    def kept(self) -> SequenceBatch:
+        """Without the samples that are left out; where all are, the first of them, of which nothing counts."""
+        if self.left_out is None or not bool(self.left_out.any()):
+            return self
+        if not bool(self.left_out.all()):
+            return self.select(~self.left_out)
+        first = self.select(slice(0, 1))
+        nothing = torch.zeros_like(first.completion_mask)
+        advantage = None if first.advantage is None else torch.zeros_like(first.advantage)
+        return replace(first, response_mask=nothing, completion_mask=nothing, advantage=advantage)
+
+    def filled(self, part: SequenceBatch, rows: Tensor) -> SequenceBatch:
+        """This batch with the columns that only `part` has, the batch of these rows of it; 0 in the others."""
+        known = {name for name, _ in self.columns()}
+        found: dict[str, Any] = {}
+        for name, column in part.columns():
+            if name not in known:
+                found[name] = column.new_zeros(len(self), *column.shape[1:])
+                found[name][rows.to(column.device)] = column
+        return replace(self, **found)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceBatch:
         """The same batch with every tensor on `device`."""
