@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from dare_lightning.datamodules.prompts import PromptDataModule, Prompts
 from dare_lightning.families.base import PolicyModel, distinct_rows
+from dare_lightning.generation.agreement import log_prob_gaps
 from dare_lightning.generation.base import GenerationBackend, Progress
 from dare_lightning.methods.base import DiffusionPolicyModule
 from dare_lightning.parallel.collectives import gather_objects, rank_and_world
@@ -126,11 +127,19 @@ class RolloutCallback(L.Callback):
     Args:
         backend: what generates.
         score_batch: sequences in one forward of the old and reference policies; None takes the micro-batch size.
+        gap_samples: completions of a rollout and rank whose reported log-probs are compared with the policy's own, see
+            `log_prob_gaps`; 0 is off. Their passes are not counted as cost.
+
+    Raises:
+        ValueError: a size out of range.
     """
 
-    def __init__(self, backend: GenerationBackend, score_batch: int | None = None) -> None:
+    def __init__(self, backend: GenerationBackend, score_batch: int | None = None, gap_samples: int = 4) -> None:
+        if gap_samples < 0:
+            raise ValueError(f"rollout.gap_samples={gap_samples} must be at least 0, which is off")
         self.backend = backend
         self.score_batch = score_batch
+        self.gap_samples = gap_samples
         self.progress: Progress | None = None
         self._trainer: L.Trainer | None = None
 
@@ -187,8 +196,10 @@ class RolloutCallback(L.Callback):
             batch = self._with_advantages(data, method, batch, prompts, verdicts)
             judged = time.perf_counter()
             batch = self._frozen(data, method, batch)
+            gaps = log_prob_gaps(method.policy, batch.to(method.device), self.backend.capabilities, self.gap_samples)
         values = verdict_metrics(verdicts) | _shape_metrics(batch, texts, data.group_size)
         lengths = sum(values["length"])
+        values["log_prob_gap"] = gaps.tolist()
         values["tokens_per_second"] = [lengths / max(generated - started, 1e-9)]
         values["seconds/generate"] = [generated - started]
         values["seconds/reward"] = [judged - generated]
@@ -199,7 +210,10 @@ class RolloutCallback(L.Callback):
             left = batch.left_out.view(-1, data.group_size).any(1)
             values["left_out_groups"] = left.float().tolist()
             log.info("rollout %d: %d of %d groups are left out of training", rollout, int(left.sum()), len(left))
-        return batch.to("cpu"), mean_over_ranks(values)
+        metrics = mean_over_ranks(values)
+        if largest := [part for part in gather_objects(float(gaps.max()) if len(gaps) else None) if part is not None]:
+            metrics["log_prob_gap_max"] = max(largest)
+        return batch.to("cpu"), metrics
 
     def _with_advantages(
         self,

@@ -1,8 +1,8 @@
 """What every method reports under the same names, so that methods compare.
 
 All values are pairs (sum, weight); the reported value is their quotient over the whole optimiser step. `ratio_max` is
-no sum: it is the mean over the parts of the step that were scored together. Samples without advantage, which are not
-run where no reference needs them, count as ratio 1.
+no sum: it is the mean over the parts of the step that were scored together. Samples that teach nothing are not run,
+and are left out.
 """
 
 from __future__ import annotations
@@ -56,6 +56,35 @@ def derived(values: dict[str, Tensor]) -> dict[str, Tensor]:
         return {}
     squares = values["ratio_square_mean"].clamp_min(torch.finfo(torch.float64).tiny)
     return {"effective_sample_size": values["ratio_mean"].square() / squares}
+
+
+class EntropySum:
+    """The entropy of the distributions that tokens were scored under, summed piece by piece where the logits are."""
+
+    def __init__(self) -> None:
+        self._pair: tuple[Tensor, Tensor] | None = None
+        self._open = True
+
+    @torch.no_grad()
+    def add(self, logits: Tensor, log_normalizer: Tensor) -> None:
+        """Add the distributions softmax(logits).
+
+        Args:
+            logits: float [N, V], finite.
+            log_normalizer: float [N], their logsumexp.
+        """
+        if not self._open:
+            return
+        probs = (logits - log_normalizer[:, None]).exp_()
+        # H = log Z - E[logit]; as one product, because the sum of another [N, V] tensor would cost more than all else.
+        entropy = (log_normalizer - torch.einsum("nv,nv->n", probs, logits)).sum()
+        count = torch.full_like(entropy, len(logits))
+        self._pair = (entropy, count) if self._pair is None else (self._pair[0] + entropy, self._pair[1] + count)
+
+    def metrics(self) -> Metrics:
+        """entropy, nats of a scored position. What comes later, when the backward pass scores again, is not added."""
+        self._open = False
+        return {} if self._pair is None else {"entropy": self._pair}
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dare_lightning.diffusion.diagnostics import EntropySum
 from dare_lightning.families.attention import View
 from dare_lightning.families.block import count_blocks, narrowed
 
@@ -137,6 +138,7 @@ def token_log_probs(
     target_ids: Tensor | None = None,
     temperature: float = 1.0,
     block_ids: Tensor | None = None,
+    entropy: EntropySum | None = None,
 ) -> Tensor:
     """log p(target_i | noisy input) at the scored positions, 0 elsewhere.
 
@@ -149,13 +151,14 @@ def token_log_probs(
         target_ids: int64 [B, L]; the clean tokens where None.
         temperature: divides the logits, > 0.
         block_ids: int64 [B, L], see `PolicyModel.denoise`.
+        entropy: takes the entropy of the distribution at each scored position.
 
     Returns:
         float [B, L].
     """
     states = scored_states(policy, noisy_ids, clean_ids, attention_mask, score_mask, block_ids)
     targets = (clean_ids if target_ids is None else target_ids)[score_mask]
-    chosen = chosen_log_probs(policy, states, targets, temperature)
+    chosen = chosen_log_probs(policy, states, targets, temperature, entropy)
     return chosen.new_zeros(noisy_ids.shape).masked_scatter(score_mask, chosen)
 
 
@@ -191,7 +194,13 @@ def scored_states(
     return hidden[place[row], column]
 
 
-def chosen_log_probs(policy: PolicyModel, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
+def chosen_log_probs(
+    policy: PolicyModel,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    entropy: EntropySum | None = None,
+) -> Tensor:
     """log softmax(logits / temperature) of the targets, without a [N, V] tensor of all positions.
 
     Positions pass the output head in pieces of at most `MAX_LOGITS` logits. Where there are several, the backward
@@ -200,6 +209,7 @@ def chosen_log_probs(policy: PolicyModel, hidden: Tensor, targets: Tensor, tempe
     Args:
         hidden: float [N, H].
         targets: int64 [N].
+        entropy: takes the entropy of softmax(logits / temperature), without a gradient.
 
     Returns:
         float [N], at least float32.
@@ -210,7 +220,10 @@ def chosen_log_probs(policy: PolicyModel, hidden: Tensor, targets: Tensor, tempe
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if temperature != 1:
             logits = logits / temperature
-        return logits.gather(-1, wanted[:, None]).squeeze(-1) - logits.logsumexp(-1)
+        normalizer = logits.logsumexp(-1)
+        if entropy is not None:
+            entropy.add(logits, normalizer)
+        return logits.gather(-1, wanted[:, None]).squeeze(-1) - normalizer
 
     size = max(1, MAX_LOGITS // policy.logits(hidden[:0].detach()).shape[-1])
     if len(hidden) <= size:

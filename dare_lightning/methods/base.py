@@ -14,16 +14,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dare_lightning.diffusion.advantages import group_advantages
+from dare_lightning.diffusion.diagnostics import EntropySum
 from dare_lightning.diffusion.rows import Rows
 from dare_lightning.families.adapters import has_adapter, trained_part, with_frozen_part
-from dare_lightning.families.base import PolicyModel, token_log_probs
+from dare_lightning.families.base import PolicyModel
 from dare_lightning.families.cost import Cost
 from dare_lightning.families.kinds import kind_of
 from dare_lightning.methods.defined import Undefined, check_defined
 from dare_lightning.methods.plans import accumulated, check_accumulation, chunks, recomputed
 from dare_lightning.methods.reference import Reference
 from dare_lightning.methods.resolution import check_resolution
-from dare_lightning.methods.step_metrics import StepMetrics
+from dare_lightning.methods.scoring import score_rows
+from dare_lightning.methods.step_metrics import MicroBatchMetrics, StepMetrics
 from dare_lightning.replay.batch import SequenceBatch
 
 GradientPlan = Literal["single", "accumulate", "replay"]
@@ -189,35 +191,29 @@ class DiffusionPolicyModule(L.LightningModule):
         """Trained parameters as an optimiser takes them; a group may have a learning rate of its own."""
         return [{"params": [p for p in self.policy.parameters() if p.requires_grad]}]
 
+    def draws(self, row_log_probs: Tensor, rows: Rows, batch: SequenceBatch) -> Tensor | None:
+        """The Monte Carlo draws of each sample's log-likelihood in these rows, nats [B, n]; None for no draws."""
+        return None
+
+    def counted(self, batch: SequenceBatch) -> Tensor:
+        """The tokens that count in the loss, bool [B, L]."""
+        return batch.completion_mask
+
+    def lengths(self, batch: SequenceBatch) -> Tensor:
+        """The tokens that count of each sample, int64 [B]; 0 for samples that teach nothing."""
+        taught, length = self.teaches(batch), self.counted(batch).sum(-1)
+        return length if taught is None else length * taught
+
     # Scoring.
 
-    def row_log_probs(self, policy: PolicyModel, rows: Rows, batch: SequenceBatch) -> Tensor:
+    def row_log_probs(
+        self, policy: PolicyModel, rows: Rows, batch: SequenceBatch, entropy: EntropySum | None = None
+    ) -> Tensor:
         """log-probs of the scored positions of every row under `policy`, float [B, N, L]; 0 elsewhere.
 
         Samples that teach nothing (see `teaches`) are left out: their log-probs are 0 under every policy.
         """
-        samples, count, length = rows.noisy_ids.shape
-        taught = self.teaches(batch)
-        blocks = batch.block_ids(policy.block_length)
-        score_mask = rows.score_mask if taught is None else rows.score_mask & taught.view(-1, 1, 1)
-
-        def flat(column: Tensor) -> Tensor:
-            return column.reshape(samples * count, length)
-
-        def repeated(column: Tensor) -> Tensor:
-            return flat(column[:, None].expand(-1, count, -1))
-
-        scored = token_log_probs(
-            policy,
-            flat(rows.noisy_ids),
-            repeated(batch.ids),
-            repeated(batch.attention_mask),
-            flat(score_mask),
-            None if rows.target_ids is None else flat(rows.target_ids),
-            self.temperature,
-            None if blocks is None else repeated(blocks),
-        )
-        return scored.view(samples, count, length)
+        return score_rows(policy, rows, batch, self.teaches(batch), self.temperature, entropy)
 
     @torch.no_grad()
     def frozen_log_probs(self, policy: PolicyModel, rows: Rows, batch: SequenceBatch) -> Tensor:
@@ -271,22 +267,20 @@ class DiffusionPolicyModule(L.LightningModule):
 
     def loss_and_metrics(self, rows: Rows, batch: SequenceBatch) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         """The normalised loss of a micro-batch (a scalar with gradient) under the configured gradient plan."""
-        metrics: dict[str, tuple[Tensor, Tensor]] = {}
-        parts = chunks(rows.count, self.rows_per_forward)
+        seen, parts = MicroBatchMetrics(), chunks(rows.count, self.rows_per_forward)
 
         def update_log_probs(policy: PolicyModel, rows: Rows, batch: SequenceBatch) -> Tensor:
             with self.cost.spent_on("update"):  # here, because the backward pass may call it again
-                return self.row_log_probs(policy, rows, batch)
+                return self.row_log_probs(policy, rows, batch, seen.entropy)
 
         def loss_of(row_log_probs: Tensor, part: slice) -> Tensor:
-            output = self._compare(row_log_probs, rows.select(part), batch, part)
-            further = self.further_loss(rows.select(part), batch)
+            chosen = rows.select(part)
+            output, further = self._compare(row_log_probs, chosen, batch, part), self.further_loss(chosen, batch)
+            seen.note(output.metrics, self.draws(row_log_probs.detach(), chosen, batch))
             total = output.total.reshape(-1)
             if further is not None:
-                total, output = total + further.total.reshape(-1), LossOutput(total, output.metrics | further.metrics)
-            for name, (value, weight) in output.metrics.items():
-                known = metrics.get(name, (torch.zeros_like(value), torch.zeros_like(weight)))
-                metrics[name] = (known[0] + value.detach(), known[1] + weight.detach())
+                seen.note(further.metrics)
+                total = total + further.total.reshape(-1)
             return (total / self._denominator(batch).to(total.dtype)).sum()
 
         if self.gradient_plan == "accumulate" and torch.is_grad_enabled():
@@ -294,10 +288,11 @@ class DiffusionPolicyModule(L.LightningModule):
             loss = accumulated(
                 lambda part: loss_of(update_log_probs(self.policy, rows.select(part), batch), part), parts, trained
             )
-            return loss, metrics
+            return loss, seen.sums(self.lengths(batch))
         score = update_log_probs if self.gradient_plan == "single" else recomputed(update_log_probs)
         scored = torch.cat([score(self.policy, rows.select(part), batch) for part in parts], dim=1)
-        return loss_of(scored, slice(0, rows.count)), metrics
+        loss = loss_of(scored, slice(0, rows.count))
+        return loss, seen.sums(self.lengths(batch))
 
     def _denominator(self, batch: SequenceBatch) -> Tensor:
         if batch.denominator is None:

@@ -63,7 +63,7 @@ class BGPO(ClippedSequenceMethod):
         """These rows' share of the clipped bound, and of kl_coef times the divergence of each row."""
         assert batch.advantage is not None  # the rollout fills it
         mask = self.counted(batch)
-        exists = mask.any(-1)[:, None].expand(log_likelihood.shape)
+        exists = self.learned(batch).any(-1)[:, None].expand(log_likelihood.shape)
         divisor = divisors(mask, self.length_divisor).to(log_likelihood)[:, None]
         advantage = batch.advantage[:, None].to(log_likelihood)
         delta = (log_likelihood - old.detach()) / divisor
@@ -81,6 +81,4 @@ class BGPO(ClippedSequenceMethod):
             divergence = torch.where(exists, kl_estimate(self.kl_kind, log_likelihood, ref.detach()) / divisor, 0.0)
             loss = loss + self.kl_coef * divergence
             metrics["kl"] = (divergence.detach().sum(), exists.sum().to(loss))
-        if rows.count == self.noise.samples:  # a part of them says nothing about the others
-            metrics |= self.spread(log_likelihood.detach(), batch)
         return LossOutput(self.total(loss.sum(-1) / self.noise.samples, batch), metrics)

@@ -43,7 +43,7 @@ class ClippedTokenMethod(GroupRelativeMethod):
     ) -> LossOutput:
         """Token-level clipped surrogate, plus kl_coef times k3."""
         assert batch.advantage is not None  # the rollout fills it
-        total, metrics = self.objective.total(log_likelihood, old, ref, batch.advantage, self.counted(batch))
+        total, metrics = self.objective.total(log_likelihood, old, ref, batch.advantage, self.learned(batch))
         return LossOutput(total, metrics)
 
     def denominator(self, rows: Rows, batch: SequenceBatch) -> Tensor:

@@ -81,7 +81,7 @@ class CommittedTokenMethod(GroupRelativeMethod):
     ) -> LossOutput:
         """Token-level clipped surrogate plus kl_coef times k3, of the tokens that these rows score."""
         assert batch.denominator is not None  # the loader fills it
-        scored, advantage = rows.score_mask.any(1), token_advantage(batch)
+        scored, advantage = rows.score_mask.any(1) & self.learned(batch), token_advantage(batch)
         loss, metrics = clipped_policy_loss(log_likelihood, old, ref, advantage, scored, self.clip, self.kl_coef)
         return LossOutput(self.shares(batch).total(loss, batch.denominator), metrics)
 

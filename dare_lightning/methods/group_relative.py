@@ -60,6 +60,11 @@ class GroupRelativeMethod(DiffusionPolicyModule):
         low, high = self.keep_accuracy
         return (accuracy < low) | (accuracy > high)
 
+    def learned(self, batch: SequenceBatch) -> Tensor:
+        """The counted tokens of the samples that are run, bool [B, L]."""
+        taught, counted = self.teaches(batch), self.counted(batch)
+        return counted if taught is None else counted & taught[:, None]
+
     def advantages(self, rewards: Tensor) -> Tensor:
         """[prompts, group] -> [prompts, group], by the configured estimator."""
         return self.advantage(rewards)

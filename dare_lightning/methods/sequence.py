@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dare_lightning.diffusion.diagnostics import Metrics, estimator_spread
 from dare_lightning.diffusion.losses import (
     Aggregation,
     ClipRange,
@@ -52,11 +51,9 @@ class SequenceMethod(GroupRelativeMethod):
         """The completions or tokens of this micro-batch, float64 [1]."""
         return denominators(self.counted(batch), self.aggregation, batch.response_mask.sum(-1)).sum().view(1)
 
-    def spread(self, draws: Tensor, batch: SequenceBatch) -> Metrics:
-        """`estimator_std` of draws [B, N] in nats; completions that teach nothing were not run and are left out."""
-        length = self.counted(batch).sum(-1)
-        taught = self.teaches(batch)
-        return estimator_spread(draws, length if taught is None else length * taught)
+    def draws(self, row_log_probs: Tensor, rows: Rows, batch: SequenceBatch) -> Tensor:
+        """What `log_likelihood` says of each row (or pair), float [B, n]."""
+        return self.log_likelihood(row_log_probs, rows, batch)
 
 
 class ClippedSequenceMethod(SequenceMethod):
@@ -103,7 +100,7 @@ class ClippedSequenceMethod(SequenceMethod):
         """Clipped surrogate of each completion's ratio, plus kl_coef times the divergence, both by length."""
         assert batch.advantage is not None  # the rollout fills it
         mask = self.counted(batch)
-        exists, divisor = mask.any(-1), divisors(mask, self.length_divisor).to(log_likelihood)
+        exists, divisor = self.learned(batch).any(-1), divisors(mask, self.length_divisor).to(log_likelihood)
         current, before = self.estimate(log_likelihood), self.estimate(old)
         loss, metrics = clipped_policy_loss(
             current / divisor, before / divisor, None, batch.advantage, exists, self.clip
@@ -113,7 +110,7 @@ class ClippedSequenceMethod(SequenceMethod):
             divergence = torch.where(exists, divergence, 0.0)
             loss = loss + self.kl_coef * divergence
             metrics["kl"] = (divergence.detach().sum(), exists.sum().to(loss))
-        return LossOutput(self.total(loss, batch), metrics | self.spread(log_likelihood.detach(), batch))
+        return LossOutput(self.total(loss, batch), metrics)
 
 
 def checked_divisor(length_divisor: float | None) -> float | None:

@@ -103,6 +103,10 @@ class SFT(DiffusionPolicyModule):
         """These rows' share of the Monte Carlo ELBO, float [B]."""
         return row_sums(row_log_probs, rows.weight).sum(-1) / self.drawn.count
 
+    def draws(self, row_log_probs: Tensor, rows: Rows, batch: SequenceBatch) -> Tensor:
+        """The ELBO of each row in nats, float [B, n]."""
+        return row_sums(row_log_probs, rows.weight)
+
     def advantages(self, rewards: Tensor) -> Tensor:
         """Supervised data have no rewards."""
         raise ValueError("supervised fine-tuning uses no rewards; choose a method with a rollout for them")

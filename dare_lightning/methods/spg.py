@@ -127,6 +127,11 @@ class SPG(SequenceMethod):
         """Log-prob of each hidden token of each row, float [B, N, L]; the bounds need them one by one."""
         return row_log_probs
 
+    def draws(self, row_log_probs: Tensor, rows: Rows, batch: SequenceBatch) -> Tensor:
+        """The mean log-prob of each row's hidden tokens, times the completion's tokens: float [B, n]."""
+        means = row_sums(row_log_probs, rows.weight) / rows.weight.sum(-1).clamp(min=1)
+        return means * self.counted(batch).sum(-1, keepdim=True)
+
     def bound(self, log_likelihood: Tensor, rows: Rows, batch: SequenceBatch) -> tuple[Tensor, SandwichBounds]:
         """What each completion is judged by, nats a token [B], and both bounds."""
         assert batch.advantage is not None  # the rollout fills it
@@ -143,7 +148,4 @@ class SPG(SequenceMethod):
         exists = self.counted(batch).any(-1) & (advantage != 0)
         gap = torch.where(exists, bounds.upper - bounds.lower, 0.0).detach()
         metrics = {"bound_gap": (gap.sum(), exists.sum().to(gap))}
-        draws = row_sums(log_likelihood.detach(), rows.weight) / rows.weight.sum(-1).clamp(min=1)
-        length = self.counted(batch).sum(-1, keepdim=True)
-        metrics |= self.spread(draws * length, batch)
         return LossOutput(self.total(-advantage * value, batch), metrics)

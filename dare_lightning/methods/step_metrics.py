@@ -5,8 +5,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dare_lightning.diffusion.diagnostics import Metrics, derived
+from dare_lightning.diffusion.diagnostics import EntropySum, Metrics, derived, estimator_spread
 from dare_lightning.parallel.collectives import sum_over_ranks
+
+
+class MicroBatchMetrics:
+    """What the parts of one micro-batch say: the method's own metrics, and those that all methods have.
+
+    Attributes:
+        entropy: of the policy where it is scored.
+    """
+
+    def __init__(self) -> None:
+        self.entropy = EntropySum()
+        self._own: Metrics = {}
+        self._draws: list[Tensor] = []
+
+    def note(self, metrics: Metrics, draws: Tensor | None = None) -> None:
+        """Add a part's sums and weights, and the Monte Carlo draws [B, n] of its rows."""
+        for name, (total, weight) in metrics.items():
+            known = self._own.get(name, (torch.zeros_like(total), torch.zeros_like(weight)))
+            self._own[name] = (known[0] + total.detach(), known[1] + weight.detach())
+        if draws is not None:
+            self._draws.append(draws.detach())
+
+    def sums(self, length: Tensor) -> Metrics:
+        """All of it; `length` int64 [B], the tokens that count of each sample that was run, else 0."""
+        spread = estimator_spread(torch.cat(self._draws, 1), length) if self._draws else {}
+        return self._own | spread | self.entropy.metrics()
 
 
 class StepMetrics:
@@ -27,13 +53,16 @@ class StepMetrics:
             known[1] = weight if add else known[1] + weight
 
     def values(self, device: torch.device) -> dict[str, Tensor]:
-        """The step's values, and what follows from them; then begin anew. Every rank must call it."""
+        """The step's values, and what follows from them; then begin anew. Every rank must call it.
+
+        What had no weight on any rank has no value: in a step that runs no sample there is no ratio.
+        """
         if not self._pairs:
             return {}
         # One message for all of them; a mean of the ranks' quotients would weigh their samples differently.
         pairs = torch.stack([torch.stack(pair).double() for pair in self._pairs.values()])
         totals, weights = sum_over_ranks(pairs, device).unbind(1)
-        values = totals / weights.clamp_min(torch.finfo(weights.dtype).tiny)
-        named = dict(zip(self._pairs, values, strict=True))
+        values, reported = totals / weights, (weights > 0).tolist()
+        named = {name: value for name, value, known in zip(self._pairs, values, reported, strict=True) if known}
         self._pairs.clear()
         return named | derived(named)

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from dare_lightning.diffusion.diagnostics import estimator_spread
 from dare_lightning.diffusion.likelihood import row_sums
 from dare_lightning.diffusion.preference import dpo_loss, find_pairs, margins
 from dare_lightning.diffusion.rows import Rows
@@ -82,6 +81,10 @@ class VRPO(DiffusionPolicyModule):
         """The ELBO of each row in nats, float [B, N]."""
         return row_sums(row_log_probs, rows.weight)
 
+    def draws(self, row_log_probs: Tensor, rows: Rows, batch: SequenceBatch) -> Tensor:
+        """The ELBO of each row in nats, float [B, n]."""
+        return self.log_likelihood(row_log_probs, rows, batch)
+
     def advantages(self, rewards: Tensor) -> Tensor:
         """Preference data have no rewards."""
         raise ValueError("VRPO learns from pairs of given answers and uses no advantages; choose a method on rollouts")
@@ -111,7 +114,7 @@ class VRPO(DiffusionPolicyModule):
                 "rejected_gain": (gain[pairs.rejected].sum(), count),
                 "nelbo_per_token": (-log_likelihood.mean(-1).sum(), length.sum().to(loss)),
             }
-        return LossOutput(loss.sum().view(1), metrics | estimator_spread(log_likelihood.detach(), length))
+        return LossOutput(loss.sum().view(1), metrics)
 
     def denominator(self, rows: Rows, batch: SequenceBatch) -> Tensor:
         """The pairs of this micro-batch, float64 [1]."""

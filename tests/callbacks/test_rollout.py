@@ -67,6 +67,7 @@ def test_advantages_belong_to_the_prompt(method: Any, micro_batch: int) -> None:
     assert values["rollout/solve_rate"] == 0.75
     assert values["rollout/max_reward_in_group"] == 1
     assert values["rollout/distinct_in_group"] > 0.8
+    assert values["rollout/log_prob_gap"] <= values["rollout/log_prob_gap_max"] < 1e-5
 
 
 def test_groups_of_equal_rewards_leave_the_policy_as_it_was() -> None:

@@ -19,8 +19,8 @@ from tests.shared import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-# Clocks, and a maximum that is taken over each micro-batch.
-OWN = ("rollout/seconds", "rollout/tokens_per_second", "train/ratio_max")
+# Clocks, a maximum that is taken over each micro-batch, and what is looked at in a few completions of each rank.
+OWN = ("rollout/seconds", "rollout/tokens_per_second", "train/ratio_max", "rollout/log_prob_gap")
 
 
 @pytest.fixture(scope="module")

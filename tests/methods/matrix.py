@@ -30,6 +30,20 @@ METHODS = sorted(
     if not path.stem.startswith("_") and "_target_" in OmegaConf.load(path)
 )
 ROLLOUTS = [name for name in ConfTree().options("rollout") if name != "none"]
+# What every method reports of an optimiser step, and which methods do not, for what reason.
+RATIOS = ("clip_fraction", "dual_clip_fraction", "ratio_mean", "ratio_square_mean", "ratio_max")
+MEASURED = ("entropy", "estimator_std", "old_kl", "ratio_clamped_fraction", *RATIOS)
+ONE_ROW = "scores each token once: there are no other draws"
+EXACT = "scores what the rollout did, without a Monte Carlo estimate"
+GIVEN = "learns from given answers: no policy wrote them"
+UNMEASURED: dict[tuple[str, str], str] = {
+    ("d1", "estimator_std"): ONE_ROW,
+    ("coupled_grpo", "estimator_std"): "its three rows are one draw",
+    **{(name, "estimator_std"): EXACT for name in ("cj_grpo", "dipo", "justgrpo", "mdpo", "tracerl", "d_tree_rpo")},
+    **{("spg", name): "compares with no old policy" for name in (*RATIOS, "old_kl", "ratio_clamped_fraction")},
+    **{(m, name): GIVEN for m in ("sft", "vrpo") for name in (*RATIOS, "old_kl", "ratio_clamped_fraction")},
+    ("sft", "estimator_std"): "one row a sample by default (method.samples)",
+}
 SMALL = ["scale=tiny", "completion.max_new_tokens=4", "completion.steps=2", "completion.block_length=2"]
 
 

@@ -14,7 +14,7 @@ from dare_lightning.families.load import families
 from dare_lightning.generation.base import GenerationBackend
 from dare_lightning.methods.base import DiffusionPolicyModule
 from dare_lightning.replay.batch import SequenceBatch
-from tests.methods.matrix import METHODS, Undefined, built, configured, table, tiny
+from tests.methods.matrix import MEASURED, METHODS, UNMEASURED, Undefined, built, configured, table, tiny
 from tests.shared import ROOT
 from tests.tiny import TINY_BUILDERS
 
@@ -62,6 +62,8 @@ def test_a_method_takes_two_steps_on_a_family(family: str, name: str, adapter: b
         rows = method.corrupt(batch)
         loss, metrics = method.loss_and_metrics(rows, replace(batch, denominator=method.count(batch)))
         assert loss.isfinite()
+        assert {measured for measured in MEASURED if (name, measured) not in UNMEASURED} <= metrics.keys()
+        assert not [measured for method, measured in UNMEASURED if method == name and measured in metrics]
         if step == 0 and "ratio_mean" in metrics:
             total, weight = metrics["ratio_mean"]
             assert float(total / weight) == pytest.approx(1, abs=1e-5)

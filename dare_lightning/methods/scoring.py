@@ -1,0 +1,49 @@
+"""Noisy rows of a batch under a policy."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dare_lightning.diffusion.diagnostics import EntropySum
+from dare_lightning.diffusion.rows import Rows
+from dare_lightning.families.base import PolicyModel, token_log_probs
+from dare_lightning.replay.batch import SequenceBatch
+
+
+def score_rows(
+    policy: PolicyModel,
+    rows: Rows,
+    batch: SequenceBatch,
+    taught: Tensor | None,
+    temperature: float,
+    entropy: EntropySum | None = None,
+) -> Tensor:
+    """log-probs of the scored positions of every row, float [B, N, L]; 0 elsewhere.
+
+    Args:
+        taught: bool [B], the samples that are run; None for all. The others get 0.
+        temperature: divides the logits.
+        entropy: takes the entropy of each distribution.
+    """
+    samples, count, length = rows.noisy_ids.shape
+    blocks = batch.block_ids(policy.block_length)
+    score_mask = rows.score_mask if taught is None else rows.score_mask & taught.view(-1, 1, 1)
+
+    def flat(column: Tensor) -> Tensor:
+        return column.reshape(samples * count, length)
+
+    def repeated(column: Tensor) -> Tensor:
+        return flat(column[:, None].expand(-1, count, -1))
+
+    scored = token_log_probs(
+        policy,
+        flat(rows.noisy_ids),
+        repeated(batch.ids),
+        repeated(batch.attention_mask),
+        flat(score_mask),
+        None if rows.target_ids is None else flat(rows.target_ids),
+        temperature,
+        None if blocks is None else repeated(blocks),
+        entropy,
+    )
+    return scored.view(samples, count, length)
