@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,6 +89,11 @@ class MixtureOfExperts(nn.Module):
         weights, chosen = scores.topk(self.top_k, -1)
         return (weights / weights.sum(-1, keepdim=True) if self.normalize else weights), chosen
 
+    def spread(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Router logits [T, E] -> probabilities [T, E], float32 at least, and the chosen experts [T, K]."""
+        scores = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        return scores, self.route(logits)[1]
+
 
 class GroupLimitedGate(nn.Module):
     """Chooses experts by sigmoid scores, among those of the best groups alone; computed in float32 at least.
@@ -161,6 +166,11 @@ class SharedMixture(nn.Module):
         out = self.experts(flat, chosen, weights.to(x.dtype)).view(x.shape)
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
+    def spread(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """As `MixtureOfExperts.spread`; sigmoid scores count as shares of their sum."""
+        scores = logits.sigmoid()
+        return scores / (scores.sum(-1, keepdim=True) + 1e-20), self.gate.route(logits)[1]
+
 
 def grouped_loop(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Rows of group e times weight[e] transposed: one product a group.
@@ -224,10 +234,77 @@ def load_balancing_loss(
     """
     scores = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     biased = scores if expert_bias is None else scores + expert_bias
-    chosen = torch.zeros_like(scores).scatter(-1, biased.topk(top_k, -1).indices, 1.0)
-    counted = torch.ones(len(logits), device=logits.device) if exists is None else exists
-    share = counted.to(scores.dtype) / counted.sum().clamp_min(1)
-    return logits.shape[-1] * ((share @ chosen) * (share @ scores)).sum()
+    return balance(scores, biased.topk(top_k, -1).indices, exists)
+
+
+def balance(probabilities: Tensor, chosen: Tensor, exists: Tensor | None = None) -> Tensor:
+    """`load_balancing_loss` of what a router made of its logits; arguments as `MixtureOfExperts.spread` gives them."""
+    picked = torch.zeros_like(probabilities).scatter(-1, chosen, 1.0)
+    counted = torch.ones(len(picked), device=picked.device) if exists is None else exists
+    share = counted.to(picked.dtype) / counted.sum().clamp_min(1)
+    return probabilities.shape[-1] * ((share @ picked) * (share @ probabilities)).sum()
+
+
+class RouterBalance:
+    """The load-balancing loss of the forward passes that update a policy.
+
+    One loss for each pass, over the tokens that exist in it and all mixtures together, as Hugging Face's models take
+    it; then the mean over the passes.
+
+    Args:
+        policy: whose mixtures are watched while `recording`.
+        coefficient: of the loss; 0 watches nothing and changes nothing.
+
+    Raises:
+        ValueError: the coefficient is negative, or the policy has no mixture of experts.
+    """
+
+    def __init__(self, policy: Any, coefficient: float) -> None:
+        self._mixtures = [m for m in policy.modules() if isinstance(m, MixtureOfExperts | SharedMixture)]
+        self._model, self.coefficient = policy, coefficient
+        if coefficient < 0 or (coefficient > 0 and not self._mixtures):
+            raise ValueError(
+                f"method.router_aux_coef={coefficient} is the weight of the experts' load-balancing loss, at least 0;"
+                f" {type(policy).__name__} has {len(self._mixtures)} mixtures of experts: use 0 where there are none"
+            )
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
+        """Watch the forward passes of the body, where these have a gradient; the loss of each goes into the list."""
+        passes: list[Tensor] = []
+        if self.coefficient == 0 or not torch.is_grad_enabled():
+            yield passes
+            return
+        logits: list[Tensor] = []
+
+        def finish(module: nn.Module, inputs: Any, output: Any) -> None:
+            ids, attention_mask, view = inputs[:3]
+            exists = attention_mask if view is None else view.exists()
+            passes.append(self._loss(logits, torch.ones_like(ids) if exists is None else exists))
+            logits.clear()
+
+        hooks = [mixture.gate.register_forward_hook(_appending(logits)) for mixture in self._mixtures]
+        hooks.append(self._model.model.register_forward_hook(finish))
+        try:
+            yield passes
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _loss(self, logits: list[Tensor], exists: Tensor) -> Tensor:
+        spread = [m.spread(found) for m, found in zip(self._mixtures, logits, strict=True)]
+        probabilities, chosen = (torch.cat(parts) for parts in zip(*spread, strict=True))
+        return balance(probabilities, chosen, exists.flatten().bool().repeat(len(spread)))
+
+    def added(
+        self, loss: Tensor, passes: Sequence[Tensor], parts: int = 1
+    ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        """A part's loss with its share of the mean over these passes, and that mean as a metric."""
+        if not passes:
+            return loss, {}
+        found = torch.stack(list(passes)).mean()
+        metrics = {"router_balance": (found.detach(), torch.ones_like(found))}
+        return loss + self.coefficient / parts * found.to(loss), metrics
 
 
 def router_z_loss(logits: Tensor, exists: Tensor | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import lightning as L
 import torch
@@ -19,16 +19,15 @@ from dare_lightning.diffusion.rows import Rows
 from dare_lightning.families.adapters import has_adapter, trained_part, with_frozen_part
 from dare_lightning.families.base import PolicyModel
 from dare_lightning.families.cost import Cost
+from dare_lightning.families.experts import RouterBalance
 from dare_lightning.families.kinds import kind_of
 from dare_lightning.methods.defined import Undefined, check_defined
-from dare_lightning.methods.plans import accumulated, check_accumulation, chunks, recomputed
+from dare_lightning.methods.plans import GradientPlan, accumulated, check_accumulation, check_plan, chunks, recomputed
 from dare_lightning.methods.reference import Reference
 from dare_lightning.methods.resolution import check_resolution
 from dare_lightning.methods.scoring import score_rows
 from dare_lightning.methods.step_metrics import MicroBatchMetrics, StepMetrics
 from dare_lightning.replay.batch import SequenceBatch
-
-GradientPlan = Literal["single", "accumulate", "replay"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,7 @@ class DiffusionPolicyModule(L.LightningModule):
             and recomputes it in the backward pass (exact, one more forward a row); "accumulate" differentiates chunk
             after chunk (exact where the loss is a sum over rows, no extra forward, one more copy of the gradient).
         rows_per_forward: rows of each sequence in one chunk; None puts all N in one.
+        router_aux_coef: weight of the load-balancing loss of a mixture of experts; 0 switches it off.
 
     Raises:
         ValueError: a setting is out of range, the plan does not fit the method, or the method not the policy.
@@ -78,7 +78,6 @@ class DiffusionPolicyModule(L.LightningModule):
     """Whether the loss compares with the policy that wrote the rollout; where not, it is never scored."""
     scores_steps: ClassVar[bool] = False
     """Whether the proposals of every forward pass are verified as an answer (`SequenceBatch.step_rewards`)."""
-
     undefined: ClassVar[tuple[Undefined, ...]] = ()
     """The policies on which the method means nothing; refused before they are read, where the configuration says."""
 
@@ -91,21 +90,14 @@ class DiffusionPolicyModule(L.LightningModule):
         temperature: float = 1.0,
         gradient_plan: GradientPlan = "single",
         rows_per_forward: int | None = None,
+        router_aux_coef: float = 0.0,
     ) -> None:
         super().__init__()
         if kl_coef < 0:
             raise ValueError(f"method.kl_coef={kl_coef} is negative; use 0 to switch the reference off")
         if temperature <= 0:
             raise ValueError(f"method.temperature={temperature} must be above 0: log-probs are taken at it")
-        if gradient_plan not in ("single", "accumulate", "replay"):
-            raise ValueError(f"method.gradient_plan={gradient_plan!r}; use single, accumulate or replay")
-        if gradient_plan == "accumulate" and not self.additive_rows:
-            raise ValueError(
-                f"method.gradient_plan=accumulate needs a loss that is a sum over rows, {type(self).__name__}'s is not;"
-                " use replay, which is exact for every method"
-            )
-        if rows_per_forward is not None and rows_per_forward < 1:
-            raise ValueError(f"method.rows_per_forward={rows_per_forward} must be at least 1, or null for all rows")
+        check_plan(gradient_plan, rows_per_forward, self.additive_rows, type(self).__name__)
         self.policy: PolicyModel = policy
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -113,6 +105,7 @@ class DiffusionPolicyModule(L.LightningModule):
         self.temperature = temperature
         self.gradient_plan: GradientPlan = gradient_plan
         self.rows_per_forward = rows_per_forward
+        self.router = RouterBalance(policy, router_aux_coef)
         self._reference = Reference()
         self._step_metrics = StepMetrics()
         self.cost = Cost()
@@ -258,20 +251,27 @@ class DiffusionPolicyModule(L.LightningModule):
     def training_step(self, batch: SequenceBatch, batch_idx: int) -> Tensor:
         """The micro-batch's share of the optimiser step's loss, in the scale Lightning expects."""
         rows = self.corrupt(batch)
-        loss, metrics = self.loss_and_metrics(rows, batch)
+        micro_batches = self.trainer.world_size * self.trainer.accumulate_grad_batches
+        loss, metrics = self.loss_and_metrics(rows, batch, micro_batches)
         share = torch.full_like(loss.detach(), 1 / self.trainer.world_size)
         self._step_metrics.note({"loss": (loss.detach(), share)}, add=True)
         self._step_metrics.note(metrics)
         # Lightning divides by the accumulation count and averages over ranks; the denominators already cover both.
-        return loss * (self.trainer.world_size * self.trainer.accumulate_grad_batches)
+        return loss * micro_batches
 
-    def loss_and_metrics(self, rows: Rows, batch: SequenceBatch) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-        """The normalised loss of a micro-batch (a scalar with gradient) under the configured gradient plan."""
+    def loss_and_metrics(
+        self, rows: Rows, batch: SequenceBatch, micro_batches: int = 1
+    ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        """The normalised loss of a micro-batch (a scalar with gradient) under the configured gradient plan.
+
+        `micro_batches` make the optimiser step; of what is a mean over forward passes, this one has that share.
+        """
         seen, parts = MicroBatchMetrics(), chunks(rows.count, self.rows_per_forward)
 
-        def update_log_probs(policy: PolicyModel, rows: Rows, batch: SequenceBatch) -> Tensor:
-            with self.cost.spent_on("update"):  # here, because the backward pass may call it again
-                return self.row_log_probs(policy, rows, batch, seen.entropy)
+        def update_log_probs(policy: PolicyModel, rows: Rows, batch: SequenceBatch) -> tuple[Tensor, list[Tensor]]:
+            # Here, because the backward pass may call it again.
+            with self.cost.spent_on("update"), self.router.recording() as passes:
+                return self.row_log_probs(policy, rows, batch, seen.entropy), passes
 
         def loss_of(row_log_probs: Tensor, part: slice) -> Tensor:
             chosen = rows.select(part)
@@ -283,16 +283,22 @@ class DiffusionPolicyModule(L.LightningModule):
                 total = total + further.total.reshape(-1)
             return (total / self._denominator(batch).to(total.dtype)).sum()
 
+        def balanced(loss: Tensor, passes: list[Tensor], parts: int) -> Tensor:
+            loss, metrics = self.router.added(loss, passes, parts * micro_batches)
+            seen.note(metrics)
+            return loss
+
+        def part_loss(part: slice) -> Tensor:
+            scored, passes = update_log_probs(self.policy, rows.select(part), batch)
+            return balanced(loss_of(scored, part), passes, len(parts))
+
         if self.gradient_plan == "accumulate" and torch.is_grad_enabled():
             trained = [p for module in self.trained_modules() for p in module.parameters() if p.requires_grad]
-            loss = accumulated(
-                lambda part: loss_of(update_log_probs(self.policy, rows.select(part), batch), part), parts, trained
-            )
-            return loss, seen.sums(self.lengths(batch))
+            return accumulated(part_loss, parts, trained), seen.sums(self.lengths(batch))
         score = update_log_probs if self.gradient_plan == "single" else recomputed(update_log_probs)
-        scored = torch.cat([score(self.policy, rows.select(part), batch) for part in parts], dim=1)
-        loss = loss_of(scored, slice(0, rows.count))
-        return loss, seen.sums(self.lengths(batch))
+        results = [score(self.policy, rows.select(part), batch) for part in parts]
+        loss = loss_of(torch.cat([scored for scored, _ in results], dim=1), slice(0, rows.count))
+        return balanced(loss, [p for _, passes in results for p in passes], 1), seen.sums(self.lengths(batch))
 
     def _denominator(self, batch: SequenceBatch) -> Tensor:
         if batch.denominator is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import lightning as L
 import torch
@@ -12,6 +12,22 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+T = TypeVar("T")
+GradientPlan = Literal["single", "accumulate", "replay"]
+
+
+def check_plan(plan: str, rows_per_forward: int | None, additive: bool, method: str) -> None:
+    """Raise ValueError where there is no such plan or it does not fit the method; `additive` as `additive_rows`."""
+    if plan not in ("single", "accumulate", "replay"):
+        raise ValueError(f"method.gradient_plan={plan!r}; use single, accumulate or replay")
+    if plan == "accumulate" and not additive:
+        raise ValueError(
+            f"method.gradient_plan=accumulate needs a loss that is a sum over rows, {method}'s is not;"
+            " use replay, which is exact for every method"
+        )
+    if rows_per_forward is not None and rows_per_forward < 1:
+        raise ValueError(f"method.rows_per_forward={rows_per_forward} must be at least 1, or null for all rows")
+
 
 def chunks(count: int, size: int | None) -> list[slice]:
     """`count` rows in consecutive slices of at most `size` (None: one slice)."""
@@ -19,11 +35,11 @@ def chunks(count: int, size: int | None) -> list[slice]:
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-def recomputed(score: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def recomputed(score: Callable[..., T]) -> Callable[..., T]:
     """`score` that keeps no activations: the backward pass computes them again, one call at a time."""
 
-    def call(*arguments: Any) -> Tensor:
-        result: Tensor = checkpoint(score, *arguments, use_reentrant=False, preserve_rng_state=True)
+    def call(*arguments: Any) -> T:
+        result: T = checkpoint(score, *arguments, use_reentrant=False, preserve_rng_state=True)
         return result
 
     return call

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dare_lightning.families.attention import KeyValueCache, View
 from dare_lightning.families.base import token_log_probs, using_attention
 from dare_lightning.families.checkpoint import save_checkpoint
-from dare_lightning.families.experts import recorded_router_logits, split_experts
+from dare_lightning.families.experts import RouterBalance, recorded_router_logits, split_experts
 from dare_lightning.families.load import load_policy
 from tests.shared import fixture_model, golden_files
 
@@ -143,6 +143,17 @@ def test_packed_samples_and_padded_rows_are_scored_as_recorded(case: Case) -> No
         noisy, clean = arrays["padded.noisy_ids"], arrays["padded.clean_ids"]
         close(policy.logits(policy.denoise(noisy, clean, exists))[mask], arrays["padded.target_logits"])
         close(-token_log_probs(policy, noisy, clean, exists, mask)[mask], arrays["padded.token_nll"])
+
+
+@pytest.mark.parametrize("case", GOLDEN, indirect=True)
+def test_the_balancing_loss_of_the_routers_is_the_recorded_one(case: Case) -> None:
+    if "aux_loss_full" not in case.said:
+        pytest.skip("none was recorded")
+    watch = RouterBalance(case.policy, 1.0)
+    with watch.recording() as passes:
+        case.policy(case.arrays["full.input_ids"])
+    loss, _ = watch.added(torch.zeros(()), passes)
+    assert loss.item() == pytest.approx(case.said["aux_loss_full"], rel=1e-5)
 
 
 @pytest.mark.parametrize("case", GOLDEN, indirect=True)
