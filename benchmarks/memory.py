@@ -31,7 +31,7 @@ def peak(vocabulary: int, pieces: bool, tokens: int = TOKENS) -> float:
         tensor.grad = torch.zeros_like(tensor)
     if not pieces:
         base.MAX_LOGITS = sys.maxsize
-    policy: Any = type("Head", (), {"logits": staticmethod(head)})
+    policy: Any = type("Head", (), {"logits": staticmethod(head), "head_weight": None})
     # Small first call: buffers that are made once are not counted.
     base.chosen_log_probs(policy, hidden[:2], targets[:2]).sum().backward()
     before = _peak()

@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 LEVEL = {package: level for level, row in enumerate(LAYERS) for package in row}
 ONLY_IN = {"lightning": {"cli", "callbacks", "datamodules", "methods"}, "hydra": {"cli"}}
-OPTIONAL = {"sglang", "lmdeploy", "flash_attn", "opencompass", "peft"}
+OPTIONAL = {"sglang", "lmdeploy", "flash_attn", "cut_cross_entropy", "opencompass", "peft"}
 MAX_FILE, MAX_FUNCTION = 400, 50
 
 PACKAGE = sorted(

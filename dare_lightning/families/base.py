@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from dare_lightning.diffusion.diagnostics import EntropySum
 from dare_lightning.families.attention import View
 from dare_lightning.families.block import count_blocks, narrowed
+from dare_lightning.families.fused import fused_log_probs
 
 MAX_LOGITS = 2**24
 """The most logits that scoring holds at a time: 64 MB in float32."""
@@ -107,6 +108,11 @@ class PolicyModel(TorchModule, Protocol):
         Masked families read `noisy_ids` alone; block families read [noisy ; clean] under the block mask of
         `block_ids`, int64 [B, L], -1 where there is no token; None counts blocks from the first token.
         """
+        ...
+
+    @property
+    def head_weight(self) -> Tensor | None:
+        """float [V, H] where the output head is a product with it; None where it is another."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -204,7 +210,8 @@ def chosen_log_probs(
     """log softmax(logits / temperature) of the targets, without a [N, V] tensor of all positions.
 
     Positions pass the output head in pieces of at most `MAX_LOGITS` logits. Where there are several, the backward
-    pass computes each piece's logits again, so memory does not grow with the vocabulary.
+    pass computes each piece's logits again, so memory does not grow with the vocabulary. A fused kernel does both
+    where there is one, see `fused_log_probs`; it gives no entropy.
 
     Args:
         hidden: float [N, H].
@@ -214,6 +221,9 @@ def chosen_log_probs(
     Returns:
         float [N], at least float32.
     """
+
+    if (fused := fused_log_probs(policy.head_weight, hidden, targets, temperature)) is not None:
+        return fused
 
     def score(states: Tensor, wanted: Tensor) -> Tensor:
         logits = policy.logits(states)

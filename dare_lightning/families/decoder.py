@@ -216,8 +216,3 @@ def output_head(decoder: Decoder, tied: bool) -> nn.Linear | None:
     """The head `lm_head` of a model; None where it is the embedding."""
     rows, width = decoder.embed_tokens.weight.shape
     return None if tied else nn.Linear(width, rows, bias=False)
-
-
-def head_logits(decoder: Decoder, head: nn.Module | None, hidden: Tensor) -> Tensor:
-    """[..., H] -> [..., V] with V the rows of the embedding."""
-    return F.linear(hidden, decoder.embed_tokens.weight) if head is None else head(hidden)

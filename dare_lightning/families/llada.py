@@ -171,6 +171,11 @@ class LLaDA(MaskedPolicy):
         return self._transformer.blocks
 
     @property
+    def head(self) -> nn.Module:
+        """See `Policy.head`."""
+        return self._transformer.wte if self.arch.tied else self._transformer.ff_out
+
+    @property
     def _transformer(self) -> Transformer:
         transformer = self.model["transformer"]
         assert isinstance(transformer, Transformer)
@@ -206,12 +211,6 @@ class LLaDA(MaskedPolicy):
             attention=self.attention,
             checkpointing=self.gradient_checkpointing,
         )
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Output head, [..., H] -> [..., V] with V the rows of the embedding."""
-        if self.arch.tied:
-            return F.linear(hidden, self._transformer.wte.weight)
-        return self._transformer.ff_out(hidden)
 
 
 def _kv_heads(config: dict[str, Any]) -> int:

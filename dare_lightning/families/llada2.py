@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from dare_lightning.families import config as keys
 from dare_lightning.families import layers
@@ -233,9 +232,10 @@ class LLaDA2(BlockPolicy):
         options = {"attention": attention, "gradient_checkpointing": gradient_checkpointing}
         return read_policy(cls, path, dtype, block_length=block_length, mask_token_id=mask_token_id, **options)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Output head, [..., H] -> [..., V] with V the rows of the embedding."""
-        return F.linear(hidden, self.model.word_embeddings.weight) if self.lm_head is None else self.lm_head(hidden)
+    @property
+    def head(self) -> nn.Module:
+        """See `Policy.head`."""
+        return self.model.word_embeddings if self.lm_head is None else self.lm_head
 
 
 def _mlp(arch: LLaDA2Config, layer: int) -> nn.Module:

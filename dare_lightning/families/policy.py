@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from dare_lightning.families import block, decoder, layers
+from dare_lightning.families import block, layers
 from dare_lightning.families.attention import AttentionName, View
 from dare_lightning.families.checkpoint import save_checkpoint
 from dare_lightning.families.tokenizer import special_ids
@@ -21,7 +22,7 @@ class Policy(nn.Module):
     """The parts of a `PolicyModel` that do not depend on how it diffuses.
 
     A family sets `model`, called as `decoder.Decoder` is, and `lm_head`, None where the head is the embedding; or it
-    overrides `read`, `blocks` and `logits`.
+    overrides `read`, `blocks` and `head`.
 
     Args:
         config: the content of config.json, written back on save.
@@ -83,9 +84,22 @@ class Policy(nn.Module):
         """See `PolicyModel.hidden_states`."""
         raise NotImplementedError
 
+    @property
+    def head(self) -> nn.Module:
+        """What makes logits of the stack's output: a layer, or the embedding."""
+        return self.model.embed_tokens if self.lm_head is None else self.lm_head
+
+    @property
+    def head_weight(self) -> Tensor | None:
+        """float [V, H] where the head is a product with it; None where it is more, as under an adapter."""
+        head = self.head
+        # A layer that was adapted or parametrised is of another class.
+        return head.weight if type(head) is nn.Embedding or type(head) is nn.Linear else None
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Output head, [..., H] -> [..., V] with V the rows of the embedding."""
-        return decoder.head_logits(self.model, self.lm_head, hidden)
+        head = self.head
+        return F.linear(hidden, head.weight) if isinstance(head, nn.Embedding) else head(hidden)
 
     def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Logits [B, L, V] of the ids [B, L], as `hidden_states` sees them."""

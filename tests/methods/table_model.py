@@ -85,6 +85,10 @@ class TablePolicy(nn.Module):
             block = torch.where(position < prompt, block, of_prompt + (position - prompt) // self.block_length)
         return block
 
+    @property
+    def head_weight(self) -> None:
+        """There is no head."""
+
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits are the hidden states."""
         return hidden
