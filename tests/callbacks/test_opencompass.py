@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,8 +18,9 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from dare_lightning.callbacks.opencompass import OpenCompassEval
 from dare_lightning.callbacks.rollout import completion_texts
@@ -39,7 +39,6 @@ from dare_lightning.rewards.sudoku import SudokuReward
 from tests.equalities.conftest import Online, trainer, weights
 from tests.equalities.conftest import Record as Logged
 from tests.evaluation.benchmark_files import arc, gsm8k, humaneval, mbpp
-from tests.shared import ROOT
 
 pytest.importorskip("opencompass", reason="needs OpenCompass: pip install 'dare-lightning[eval]'")
 
@@ -114,8 +113,8 @@ def trained(
     folder = tmp_path_factory.mktemp("trained")
     benchmarks = {
         "gsm8k": GSM8K(),
-        "humaneval": HumanEval(),
-        "mbpp": MBPP(),
+        "humaneval": HumanEval(limit=1),
+        "mbpp": MBPP(limit=1),
         "sudoku": sudoku(limit=6),
         "arc_c": ARCChallenge(mode="likelihood"),
     }
@@ -197,13 +196,15 @@ def test_benchmark_and_reward_judge_a_policys_answers_alike(trained: Any, tmp_pa
     ]
 
 
-def test_evaluations_by_steps_and_at_the_end(data: Path, tmp_path: Path) -> None:
+def test_evaluations_by_steps_and_at_the_end(plain: tuple[Any, Draws], data: Path, tmp_path: Path) -> None:
     run, logged = Online(), Logged()
     evaluation = callback({"arc_c": ARCChallenge()}, data, every=3, unit="steps")
+    L.seed_everything(1, verbose=False)
     run.fit(evaluation, logger=logged, default_root_dir=tmp_path)
     steps = [Record.load(file).step for file in sorted((tmp_path / "evaluations").glob("*.json"))]
     assert steps == [3, 6, 8]
     assert len(logged.series("eval/arc_c")) == 3
+    torch.testing.assert_close(weights(run), plain[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("on_error", ["nan", "raise"])
@@ -346,29 +347,44 @@ def test_a_failed_benchmark_fails_the_command_and_says_so(
 # Several ranks.
 
 
+def evaluate_as(environment: Mapping[str, str], data: Path, folder: Path) -> None:
+    """One of two ranks: evaluates, once more with an operation that fails on rank 1, and leaves what it was told."""
+    os.environ.update(environment)
+    os.chdir(folder)
+    run, evaluation = Online(), ranks_benchmarks(data)
+    strategy = DDPStrategy(process_group_backend="gloo")
+    runner = trainer([evaluation], devices=2, strategy=strategy, default_root_dir=folder)
+    runner.validate(run.method, datamodule=run.data, verbose=False)
+    found = {name: float(value) for name, value in runner.callback_metrics.items() if name.startswith("eval/")}
+    rank = environment["RANK"]
+
+    def failing(asked: Any) -> list[Any]:
+        if rank == "1":
+            raise ValueError("only here")
+        return [("1", 1) for _ in asked]
+
+    assert evaluation._service is not None
+    evaluation._service.operations["sudoku"] = failing
+    evaluation.on_error, evaluation.suite.benchmarks = "raise", {"sudoku": evaluation.suite.benchmarks["sudoku"]}
+    with pytest.raises(RuntimeError) as failure:
+        evaluation.evaluate(runner, run.method)
+    (folder / f"rank{rank}.json").write_text(json.dumps({"metrics": found, "failure": str(failure.value)}))
+
+
 @pytest.mark.slow
 def test_two_ranks_share_the_questions_and_find_the_same(data: Path, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_PORT": port}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.callbacks.evaluate_two_ranks", str(data), str(tmp_path)],
-            cwd=tmp_path,
-            env=shared | {"RANK": rank, "LOCAL_RANK": rank},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    try:
-        said = [process.communicate(timeout=240)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], said
+    shared = {"WORLD_SIZE": "2", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
+    # Copies of this process, which has imported OpenCompass already.
+    fork = multiprocessing.get_context("fork")
+    environments = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    ranks = [fork.Process(target=evaluate_as, args=(own, data, tmp_path)) for own in environments]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+        process.kill()
+    assert [process.exitcode for process in ranks] == [0, 0]
     two = Record.load(tmp_path / "evaluations" / "step-00000000.eval.json")
     run, alone = Online(), tmp_path / "alone"
     trainer([ranks_benchmarks(data)], default_root_dir=alone).validate(run.method, datamodule=run.data, verbose=False)

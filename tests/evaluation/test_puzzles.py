@@ -36,7 +36,7 @@ def test_there_are_288_grids_and_each_is_valid():
 @pytest.mark.parametrize("empty", [1, 6, 9, 12, (4, 11)])
 def test_every_puzzle_has_one_solution_and_the_asked_number_of_empty_cells(empty):
     low, high = (empty, empty) if isinstance(empty, int) else empty
-    examples = SudokuTask(empty, "compact").examples("heldout", 200, seed=3)
+    examples = SudokuTask(empty, "compact").examples("heldout", 100, seed=3)
     for example in examples:
         puzzle = example.extra["puzzle"]
         assert low <= puzzle.count("0") <= high
@@ -72,8 +72,8 @@ def task_key(example):
 
 @every_task
 def test_train_and_held_out_tasks_never_overlap(task, reward):
-    train = [example for seed in range(2) for example in task.examples("train", 1500, seed)]
-    heldout = [example for seed in range(2) for example in task.examples("heldout", 400, seed)]
+    train = [example for seed in range(2) for example in task.examples("train", 600, seed)]
+    heldout = [example for seed in range(2) for example in task.examples("heldout", 150, seed)]
     assert {task_key(example) for example in train}.isdisjoint(map(task_key, heldout))
 
 
@@ -90,8 +90,8 @@ def test_narrow_tasks_do_not_overlap_when_both_splits_are_exhausted():
 
 @every_task
 def test_the_tasks_of_one_call_differ(task, reward):
-    examples = task.examples("heldout", 500, seed=2)
-    assert len({content(example) for example in examples}) == 500
+    examples = task.examples("heldout", 200, seed=2)
+    assert len({content(example) for example in examples}) == 200
 
 
 @pytest.mark.parametrize("name", ["train", "test"])
