@@ -17,7 +17,7 @@ from dare_lightning.families.block import count_blocks, narrowed
 from dare_lightning.families.fused import fused_log_probs
 
 MAX_LOGITS = 2**24
-"""The most logits that scoring holds at a time: 64 MB in float32."""
+"""The most logits that scoring and generation hold at a time: 64 MB in float32."""
 
 
 class TorchModule(Protocol):

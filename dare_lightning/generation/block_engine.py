@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from dare_lightning.families.attention import View
-from dare_lightning.families.base import PolicyModel
+from dare_lightning.families.base import MAX_LOGITS, PolicyModel
 from dare_lightning.families.visibility import BlockVisibility
 from dare_lightning.generation.block_cache import BlockCache, distinct, gather_columns
 from dare_lightning.generation.block_canvas import BlockCanvas
 from dare_lightning.generation.block_steps import BlockPass, BlockSteps
-from dare_lightning.generation.engine import MAX_LOGITS, Stats
+from dare_lightning.generation.engine import Stats
 from dare_lightning.generation.history import History
 from dare_lightning.generation.sampling import RowStreams, TokenSampler, chosen_log_probs
 

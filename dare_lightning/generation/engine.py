@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dare_lightning.families.base import PolicyModel
+from dare_lightning.families.base import MAX_LOGITS, PolicyModel
 from dare_lightning.generation.canvas import Canvas, Window
 from dare_lightning.generation.history import History
 from dare_lightning.generation.lengths import LengthPolicy, Outcome
@@ -17,9 +17,6 @@ from dare_lightning.generation.sampling import RowStreams, Streams, TokenSampler
 from dare_lightning.generation.schedule import Plan, StepPolicy
 from dare_lightning.generation.scores import EndScore, Score, contested, perturbed
 from dare_lightning.generation.tree import Growth
-
-# Positions go through the output head in pieces of at most this many logits: 128 MB in float64.
-MAX_LOGITS = 2**24
 
 
 @dataclass
