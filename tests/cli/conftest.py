@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,22 +9,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.shared import ROOT
-
-Finished = subprocess.CompletedProcess[str]
+from tests import processes
+from tests.processes import Finished
 
 
 @pytest.fixture
 def environment() -> dict[str, str]:
     """The environment of a process that runs the checkout from any folder."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+    return processes.environment(COLUMNS="100")
 
 
 @pytest.fixture
 def dare(tmp_path: Path, environment: dict[str, str]) -> Callable[..., Finished]:
-    """Runs `python -m dare_lightning` in an empty folder; `module=` names another program."""
+    """Runs `python -m dare_lightning` in an empty folder; `module=` names another program.
+
+    With options for Python it is a new interpreter, in which nothing is imported yet.
+    """
 
     def run(*words: str, module: str = "dare_lightning", python: tuple[str, ...] = ()) -> Finished:
+        if not python:
+            return processes.run(module, *words, cwd=tmp_path, env=environment, timeout=120)
         command = [sys.executable, *python, "-m", module, *words]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
 

@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 
 from dare_lightning.callbacks.rollout_checkpoint import newest_checkpoint
 from dare_lightning.cli import app
-from tests.shared import ROOT
+from tests import processes
+from tests.processes import Finished, Process
 
 # Each process takes seconds on an idle machine, minutes on a busy one.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -36,36 +37,41 @@ FIT = [
     *("trainer.max_epochs=6",),
 ]
 STEPS = 24
-_started: list[subprocess.Popen[str]] = []
+_started: list[Process] = []
 PROGRAM = "python -m dare_lightning fit "
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
-def _start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    output = (folder / "output.txt").open("w")
-    command = [sys.executable, "-m", "dare_lightning", "fit", *FIT, *words]
-    process = subprocess.Popen(command, cwd=folder, env=_environment(), stdout=output, stderr=output, text=True)
+def _start(folder: Path, *words: str, output: str = "output.txt") -> Process:
+    with (folder / output).open("w") as stream:
+        process = Process("dare_lightning", "fit", *words, cwd=folder, output=stream)
     _started.append(process)
     return process
 
 
 def _command(folder: Path) -> str:
-    """The command that goes on with the run, as it was printed, for a shell that has this Python."""
+    """The command that goes on with the run, as it was printed."""
     lines = (folder / "output.txt").read_text().splitlines()
     (line,) = [line.strip() for line in lines if line.strip().startswith(PROGRAM) and "ckpt_path=" in line]
-    return line.replace("python ", f"exec {sys.executable} ", 1)
+    return line
 
 
-def _go_on(folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        _command(folder), shell=True, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=240
-    )
+def _printed(folder: Path) -> list[str]:
+    """What follows `fit` in that command."""
+    return shlex.split(_command(folder))[4:]
 
 
-def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def _go_on(folder: Path) -> Finished:
+    return processes.run("dare_lightning", "fit", *_printed(folder), cwd=folder)
+
+
+def _paste(folder: Path) -> Finished:
+    """Go on as a person does: the printed line in a shell, and a new interpreter."""
+    line = _command(folder).replace("python ", f"exec {sys.executable} ", 1)
+    environment = processes.environment()
+    return subprocess.run(line, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def _wait_for(condition: Callable[[], bool], process: Process) -> None:
     deadline = time.monotonic() + 240
     while not condition():
         assert process.poll() is None, "the run ended before the moment it was to be stopped at"
@@ -90,16 +96,15 @@ def _nothing_goes_on() -> Iterator[None]:
     yield
     for process in _started:
         process.kill()
-        process.wait()
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nobody stopped, in its folder."""
     folder = tmp_path_factory.mktemp("whole")
-    process = _start(folder, "run_dir=whole")
+    process = _start(folder, *FIT, "run_dir=whole")
     try:
-        status: int | str = process.wait(timeout=240)
+        status: int | str = process.wait()
     except subprocess.TimeoutExpired:
         status = "still running after 240 s"
     assert status == 0, (folder / "output.txt").read_text()
@@ -116,19 +121,17 @@ def _in_the_middle_of_saving(run: Path) -> bool:
 
 def test_a_run_killed_twice_goes_on_to_the_same_weights(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "killed=run 1"
-    process = _start(tmp_path, "run_dir=killed=run 1")
+    process = _start(tmp_path, *FIT, "run_dir=killed=run 1")
     _wait_for(lambda: _in_the_middle_of_saving(run), process)
     process.kill()
     assert process.wait() == -signal.SIGKILL
     # As a kill while saving leaves it, wherever this one came.
     (run / "checkpoints" / "step-00000099.part").write_bytes(b"half")
-    again = subprocess.Popen(
-        _command(tmp_path), shell=True, cwd=tmp_path, env=_environment(), stderr=subprocess.DEVNULL
-    )
+    again = _start(tmp_path, *_printed(tmp_path), output="again.txt")
     _wait_for(lambda: _step(16)(run), again)  # the end of a rollout: validation is over, the next rollout begins
     again.kill()
     assert again.wait() == -signal.SIGKILL
-    resumed = _go_on(tmp_path)
+    resumed = _paste(tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     _assert_equal(run, whole)
     assert not list((run / "checkpoints").glob("*.part"))
@@ -137,20 +140,19 @@ def test_a_run_killed_twice_goes_on_to_the_same_weights(whole: Path, tmp_path: P
 @pytest.mark.parametrize("number", range(int(os.environ.get("DARE_KILLS", "0"))))
 def test_a_run_killed_again_and_again_goes_on_to_the_same_weights(number: int, whole: Path, tmp_path: Path) -> None:
     draw = random.Random(number)
-    process = _start(tmp_path, "run_dir=killed")
+    process = _start(tmp_path, *FIT, "run_dir=killed")
     _wait_for(lambda: "ckpt_path=" in (tmp_path / "output.txt").read_text(), process)
     time.sleep(draw.uniform(0, 3))
     process.kill()
     process.wait()
     log = tmp_path / "again.txt"
-    with log.open("w") as stream:
-        again = subprocess.Popen(_command(tmp_path), shell=True, cwd=tmp_path, env=_environment(), stderr=stream)
+    again = _start(tmp_path, *_printed(tmp_path), output=log.name)
     if number % 2:  # while it trains, however long this machine takes to get there
         while again.poll() is None and "ckpt_path=" not in log.read_text():
             time.sleep(0.05)
         time.sleep(draw.uniform(0, 3))
     else:  # wherever it is, which may be in the middle of reading the checkpoint
-        time.sleep(draw.uniform(4, 14))
+        time.sleep(draw.uniform(0.5, 4))
     again.kill()
     again.wait()
     resumed = _go_on(tmp_path)
@@ -160,10 +162,10 @@ def test_a_run_killed_again_and_again_goes_on_to_the_same_weights(number: int, w
 
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_signal_ends_the_run_with_its_status_and_a_good_checkpoint(name: str, status: int, tmp_path: Path) -> None:
-    process = _start(tmp_path, "run_dir=stopped", "trainer.max_epochs=1000")
+    process = _start(tmp_path, *FIT, "run_dir=stopped", "trainer.max_epochs=1000")
     _wait_for(lambda: _step(2)(tmp_path / "stopped"), process)
     process.send_signal(signal.Signals[name])
-    assert process.wait(timeout=240) == status
+    assert process.wait() == status
     assert json.loads((tmp_path / "stopped" / "status.json").read_text())["status"] == "interrupted"
     assert torch.load(newest_checkpoint(tmp_path / "stopped" / "checkpoints"), weights_only=True)["global_step"] >= 2
 
