@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from benchmarks import __main__ as program
-from benchmarks import block, memory, packing, startup, training
+from benchmarks import block, compare, decoding, memory, packing, startup, training, widened
 from dare_lightning.families.tiny import new_tiny_sdar
 from dare_lightning.generation.block import BlockBackend
 from dare_lightning.generation.block_steps import MostConfident
+from dare_lightning.generation.engine import Stats
 from dare_lightning.methods.coupled_grpo import CoupledGRPO
 from dare_lightning.methods.sft import SFT
 from tests.tiny import tiny_llada
@@ -90,3 +91,52 @@ def test_an_unknown_group_is_refused_by_name(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         program.main(["--only", "sampling"])
     assert ", ".join(program.GROUPS) in capsys.readouterr().err
+
+
+def test_a_widened_policy_computes_what_the_small_one_computes() -> None:
+    small = tiny_llada(layers=2, width=32, heads=2, vocab=40)
+    wide = widened.widened(small, layers=3, width=64, vocabulary=90)
+    ids = torch.randint(5, 40, (3, 11))
+    logits = wide(ids)
+    torch.testing.assert_close(logits[..., :40], small(ids), rtol=1e-4, atol=1e-4)
+    assert logits[..., 40:].max() < logits[..., :40].min()
+
+
+def _finished_run(folder: Path, seed: int, method: str, scores: list[float]) -> None:
+    (folder / "csv").mkdir(parents=True)
+    (folder / "overrides.txt").write_text(f"method={method}\nseed={seed}\n")
+    columns = "epoch,step,cost/passes,cost/rollout_passes,cost/training_passes,cost/tokens,val/solve_rate"
+    lines = [columns, f"0,0,,,,,{scores[0]}"]
+    for step, score in enumerate(scores[1:]):
+        lines += [f"{step},{step},,,,,{score}", f"{step},{step},{100 * (step + 1)},{60},{40},{7},"]
+    (folder / "csv" / "metrics.csv").write_text("\n".join(lines) + "\n")
+
+
+def test_runs_are_compared_by_method_at_the_passes_they_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _finished_run(tmp_path / "0", 1, "d1", [0.1, 0.2, 0.4])
+    _finished_run(tmp_path / "1", 2, "d1", [0.1, 0.3, 0.2])
+    _finished_run(tmp_path / "2", 1, "espo", [0.1, 0.1, 0.05])
+    found = compare.find_runs([tmp_path])
+    assert list(found) == ["d1", "espo"]
+    assert found["d1"][0].curve == ((0.0, 0.1), (100.0, 0.2), (200.0, 0.4))
+    assert found["d1"][0].at(150) == pytest.approx(0.3)
+    assert compare.main([str(tmp_path), "--plot", str(tmp_path / "plot.png")]) == 0
+    assert "| `d1` | 0.100 | 0.300 | +0.200 | 0.141 | 1: +0.300, 2: +0.100 | 2 | 60 + 40 |" in capsys.readouterr().out
+    assert (tmp_path / "plot.png").stat().st_size > 0
+
+
+def test_an_unfinished_run_is_named(tmp_path: Path) -> None:
+    _finished_run(tmp_path / "0", 1, "d1", [0.1])
+    with pytest.raises(ValueError, match="1 held-out scores and 0 costs"):
+        compare.find_runs([tmp_path])
+
+
+def test_the_plain_and_the_built_in_decoder_write_the_same_one_token_a_step() -> None:
+    policy = tiny_llada(layers=1, width=16, heads=2).eval()
+    prompts = [[5, 6, 7], [9, 8, 7], [6, 6]]
+    plain, _ = decoding._plain(policy, prompts, 6, 6, Stats())
+    ours, _, stats = decoding._ours(policy, prompts, 6, {"steps": 6})
+    assert torch.equal(plain, ours)
+    assert stats.forwards == 6

@@ -41,7 +41,7 @@ def test_the_exact_sampler_reports_what_training_finds(settings: dict[str, Any])
 def test_the_block_sampler_reports_what_training_finds(family: str, early_stop: Any) -> None:
     policy = TINY_BUILDERS[family](layers=2, width=16, heads=2)
     found = gaps(policy, BlockBackend(max_new_tokens=16, temperature=1.0, early_stop=early_stop))
-    assert 4 <= len(found)
+    assert len(found) >= 4
     assert float(found.max()) < 1e-5
 
 
