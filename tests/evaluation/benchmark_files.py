@@ -49,9 +49,12 @@ def replies(questions: Questions, right: Callable[[int], bool] = lambda number: 
 def write_all(folder: Path) -> dict[str, Questions]:
     """`folder/data` with files for every benchmark that reads some; questions by benchmark."""
     data = folder / "data"
+    mmlu, pro = _mmlu(data / "mmlu"), _mmlu_pro(data / "mmlu_pro" / "data")
     return {
-        "mmlu": _mmlu(data / "mmlu"),
-        "mmlu_pro": _mmlu_pro(data / "mmlu_pro" / "data"),
+        "mmlu": mmlu,
+        "mmlu_zero": [(key, f"So it is.\nANSWER: {right}", f"ANSWER: {wrong}") for key, right, wrong in mmlu],
+        "mmlu_pro": pro,
+        "mmlu_pro_few": [(key, right[-1], wrong[-1]) for key, right, wrong in pro],
         "hellaswag": _hellaswag(data / "hellaswag"),
         "arc_c": arc(data / "ARC" / "ARC-c"),
         "gpqa": _gpqa(data / "gpqa"),
@@ -146,7 +149,7 @@ def _mmlu(folder: Path) -> Questions:
 def _mmlu_pro(folder: Path) -> Questions:
     folder.mkdir(parents=True)
     questions = []
-    for split in ("test", "validation"):
+    for split, count in (("test", 2), ("validation", 5)):
         rows = [
             {
                 "question": f"{split} {category} {n}?",
@@ -158,7 +161,7 @@ def _mmlu_pro(folder: Path) -> Questions:
                 "src": "test",
             }
             for category in CATEGORIES
-            for n in range(2)
+            for n in range(count)
         ]
         parquet.write_table(pa.Table.from_pylist(rows), folder / f"{split}-00000-of-00001.parquet")
         if split == "test":

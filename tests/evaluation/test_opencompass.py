@@ -43,7 +43,9 @@ pytest.importorskip("opencompass", reason="needs OpenCompass: pip install 'dare-
 
 BENCHMARKS: dict[str, Benchmark] = {
     "mmlu": MMLU(subsets=SUBJECTS),
+    "mmlu_zero": MMLU(subsets=SUBJECTS, config="mmlu/mmlu_gen"),
     "mmlu_pro": MMLUPro(subsets=CATEGORIES),
+    "mmlu_pro_few": MMLUPro(subsets=CATEGORIES, config="mmlu_pro/mmlu_pro_few_shot_gen_bfaf90"),
     "hellaswag": HellaSwag(),
     "arc_c": ARCChallenge(),
     "gpqa": GPQA(),
@@ -177,7 +179,7 @@ def test_gpqa_shows_five_examples_as_dare_does(results: dict[str, BenchmarkResul
 
 def test_the_examples_that_were_shown_are_counted(results: dict[str, BenchmarkResult]) -> None:
     shots = {name: result.settings["shots"] for name, result in results.items() if result.settings["shots"]}
-    assert shots == {"mmlu": 5, "gpqa": 5, "gsm8k": 4, "mbpp": 3}
+    assert shots == {"mmlu": 5, "mmlu_pro_few": 5, "gpqa": 5, "gsm8k": 4, "mbpp": 3}
 
 
 def test_given_answers_are_chosen_by_their_likelihood(data: tuple[Path, dict[str, Questions]]) -> None:
