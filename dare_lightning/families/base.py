@@ -211,18 +211,24 @@ def chosen_log_probs(
 
     Positions pass the output head in pieces of at most `MAX_LOGITS` logits. Where there are several, the backward
     pass computes each piece's logits again, so memory does not grow with the vocabulary. A fused kernel does both
-    where there is one, see `fused_log_probs`; it gives no entropy.
+    where there is one, see `fused_log_probs`.
 
     Args:
         hidden: float [N, H].
         targets: int64 [N].
-        entropy: takes the entropy of softmax(logits / temperature), without a gradient.
+        entropy: takes the entropy of softmax(logits / temperature), without a gradient; beside a fused kernel that of
+            as many positions, evenly spread, as make one piece.
 
     Returns:
         float [N], at least float32.
     """
 
+    size = max(1, MAX_LOGITS // policy.logits(hidden[:0].detach()).shape[-1])
     if (fused := fused_log_probs(policy.head_weight, hidden, targets, temperature)) is not None:
+        if entropy is not None:
+            with torch.no_grad():
+                logits = policy.logits(hidden[:: -(-len(hidden) // size)]).float() / temperature
+                entropy.add(logits, logits.logsumexp(-1))
         return fused
 
     def score(states: Tensor, wanted: Tensor) -> Tensor:
@@ -235,7 +241,6 @@ def chosen_log_probs(
             entropy.add(logits, normalizer)
         return logits.gather(-1, wanted[:, None]).squeeze(-1) - normalizer
 
-    size = max(1, MAX_LOGITS // policy.logits(hidden[:0].detach()).shape[-1])
     if len(hidden) <= size:
         return score(hidden, targets)
     pieces = [

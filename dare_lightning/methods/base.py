@@ -25,7 +25,7 @@ from dare_lightning.methods.defined import Undefined, check_defined
 from dare_lightning.methods.plans import GradientPlan, accumulated, check_accumulation, check_plan, chunks, recomputed
 from dare_lightning.methods.reference import Reference
 from dare_lightning.methods.resolution import check_resolution
-from dare_lightning.methods.scoring import score_rows
+from dare_lightning.methods.scoring import join_rows, score_rows, stored_rows
 from dare_lightning.methods.step_metrics import MicroBatchMetrics, StepMetrics
 from dare_lightning.replay.batch import SequenceBatch
 
@@ -76,6 +76,8 @@ class DiffusionPolicyModule(L.LightningModule):
     """Whether the loss is a sum over rows, so that rows can be differentiated one after another."""
     uses_old_policy: ClassVar[bool] = True
     """Whether the loss compares with the policy that wrote the rollout; where not, it is never scored."""
+    scores_once: ClassVar[bool] = False
+    """Whether no two rows score the same token, so that a rollout keeps the log-probs of all of them as one row."""
     scores_steps: ClassVar[bool] = False
     """Whether the proposals of every forward pass are verified as an answer (`SequenceBatch.step_rewards`)."""
     undefined: ClassVar[tuple[Undefined, ...]] = ()
@@ -209,10 +211,10 @@ class DiffusionPolicyModule(L.LightningModule):
         return score_rows(policy, rows, batch, self.teaches(batch), self.temperature, entropy)
 
     @torch.no_grad()
-    def frozen_log_probs(self, policy: PolicyModel, rows: Rows, batch: SequenceBatch) -> Tensor:
-        """`row_log_probs` without gradient, chunk by chunk."""
-        parts = [self.row_log_probs(policy, rows.select(c), batch) for c in chunks(rows.count, self.rows_per_forward)]
-        return torch.cat(parts, dim=1)
+    def frozen_log_probs(self, policy: PolicyModel, rows: Rows, batch: SequenceBatch, merge: bool = False) -> Tensor:
+        """`row_log_probs` without gradient, chunk by chunk; with `merge` all rows as one, see `join_rows`."""
+        parts = chunks(rows.count, self.rows_per_forward)
+        return join_rows((self.row_log_probs(policy, rows.select(part), batch) for part in parts), merge)
 
     def freeze_policies(self, batch: SequenceBatch, inner_epochs: int, keep_old: bool) -> SequenceBatch:
         """Add the old policy's and the reference's row log-probs for every inner epoch of a fresh rollout.
@@ -227,10 +229,10 @@ class DiffusionPolicyModule(L.LightningModule):
             rows = self.corrupt(view)
             if keep_old and self.uses_old_policy:
                 with self.cost.spent_on("old_policy"):
-                    old.append(self.frozen_log_probs(self.policy, rows, view))
+                    old.append(self.frozen_log_probs(self.policy, rows, view, self.scores_once))
             if self.needs_reference:
                 with self.reference() as reference, self.cost.spent_on("reference"):
-                    ref.append(self.frozen_log_probs(reference, rows, view))
+                    ref.append(self.frozen_log_probs(reference, rows, view, self.scores_once))
         return replace(
             batch,
             old_log_probs=torch.stack(old, dim=1) if old else None,
@@ -308,7 +310,8 @@ class DiffusionPolicyModule(L.LightningModule):
 
     def _compare(self, row_log_probs: Tensor, rows: Rows, batch: SequenceBatch, part: slice) -> LossOutput:
         def estimate(stored: Tensor) -> Tensor:
-            return self.log_likelihood(stored[:, batch.iteration, part].to(row_log_probs), rows, batch)
+            kept = stored_rows(stored[:, batch.iteration], rows, part, self.scores_once)
+            return self.log_likelihood(kept.to(row_log_probs), rows, batch)
 
         current = self.log_likelihood(row_log_probs, rows, batch)
         old = current.detach() if batch.old_log_probs is None else estimate(batch.old_log_probs)

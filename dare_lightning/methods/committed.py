@@ -34,6 +34,7 @@ class CommittedTokenMethod(GroupRelativeMethod):
 
     needs: ClassVar[tuple[str, ...]] = ("commit_steps",)
     additive_rows: ClassVar[bool] = True
+    scores_once: ClassVar[bool] = True
 
     def __init__(
         self,

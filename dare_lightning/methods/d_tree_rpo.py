@@ -50,6 +50,7 @@ class DTreeRPO(DiffusionPolicyModule):
 
     needs: ClassVar[tuple[str, ...]] = ("tree", "commit_steps")
     additive_rows: ClassVar[bool] = True
+    scores_once: ClassVar[bool] = True
     undefined: ClassVar[tuple[Undefined, ...]] = (
         Undefined(
             "block",

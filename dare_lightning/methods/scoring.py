@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import Tensor
 
 from dare_lightning.diffusion.diagnostics import EntropySum
@@ -47,3 +50,31 @@ def score_rows(
         entropy,
     )
     return scored.view(samples, count, length)
+
+
+def join_rows(parts: Iterable[Tensor], merge: bool) -> Tensor:
+    """Row log-probs [B, n, L] of consecutive rows as those of all rows.
+
+    Args:
+        merge: no two rows score the same token, so that one row holds all: [B, 1, L], however many rows there are.
+    """
+    if not merge:
+        return torch.cat(list(parts), dim=1)
+    total: Tensor | None = None
+    for part in parts:
+        merged = part.sum(1, keepdim=True)
+        total = merged if total is None else total + merged
+    assert total is not None  # there is a row
+    return total
+
+
+def stored_rows(stored: Tensor, rows: Rows, part: slice, merged: bool) -> Tensor:
+    """The row log-probs [B, n, L] of these rows, which are a part of all, from what `join_rows` made.
+
+    Args:
+        stored: float [B, N, L], or [B, 1, L] of merged rows.
+        merged: as for `join_rows`; all rows are taken as well.
+    """
+    if merged and stored.shape[1] == 1:
+        return torch.where(rows.score_mask, stored, 0.0)
+    return stored[:, part]

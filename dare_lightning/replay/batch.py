@@ -31,7 +31,8 @@ class SequenceBatch:
         reward, advantage: float32 [B].
         solved: bool [B], whether the verifier called the answer right.
         left_out: bool [B], samples of a rollout that are not trained on, see `kept`.
-        old_log_probs, ref_log_probs: float32 [B, K, N, L], row log-probs for each inner epoch K and noisy row N.
+        old_log_probs, ref_log_probs: float32 [B, K, N, L], row log-probs for each inner epoch K and noisy row N; N is 1
+            where no two rows score the same token.
         commit_step: int64 [B, L], 0-based forward pass that wrote the token; -1 elsewhere.
         commit_log_probs: float32 [B, L], log-prob of the token when it was written, under the sampling policy.
         forward_passes: int64 [B], forward passes this row took part in; T is the most of any row.

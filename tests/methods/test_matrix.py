@@ -60,6 +60,9 @@ def test_a_method_takes_two_steps_on_a_family(family: str, name: str, adapter: b
     optimizer = method.optimizer([parameter for parameter in policy.parameters() if parameter.requires_grad])
     for step in range(2):
         rows = method.corrupt(batch)
+        if method.scores_once:
+            assert int(rows.score_mask.sum(1).max()) <= 1
+            assert batch.old_log_probs is None or batch.old_log_probs.shape[2] == 1
         loss, metrics = method.loss_and_metrics(rows, replace(batch, denominator=method.count(batch)))
         assert loss.isfinite()
         assert {measured for measured in MEASURED if (name, measured) not in UNMEASURED} <= metrics.keys()
