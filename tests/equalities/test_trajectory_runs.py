@@ -16,6 +16,7 @@ from dare_lightning.evaluation.benchmarks.sudoku import SudokuTask
 from dare_lightning.generation.builtin import BuiltinBackend
 from dare_lightning.methods.cj_grpo import CJGRPO
 from dare_lightning.methods.d_tree_rpo import DTreeRPO
+from dare_lightning.methods.diffpo import DiFFPO
 from dare_lightning.methods.dipo import DiPO
 from dare_lightning.methods.justgrpo import JustGRPO
 from dare_lightning.methods.mdpo import MDPO
@@ -30,6 +31,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "cj_grpo_some_steps": (CJGRPO, {"max_train_steps": 2}, {"steps": 4, "block_length": 4}),
     "tracerl": (TraceRL, {"kl_coef": 0.01, "shrink": 2}, {"steps": 4}),
     "dipo": (DiPO, {"kl_coef": 0.1}, {"steps": 4}),
+    "diffpo": (DiFFPO, {}, {"steps": 4}),
     "justgrpo": (JustGRPO, {}, {"steps": TOKENS, "block_length": 1}),
     "mdpo": (MDPO, {"train_steps": 2}, {"steps": 4}),
     "mdpo_hidden_again": (MDPO, {"train_steps": 3}, {"steps": 4, "running_confidence": True, "early_stop": False}),

@@ -39,6 +39,7 @@ GIVEN = "learns from given answers: no policy wrote them"
 UNMEASURED: dict[tuple[str, str], str] = {
     ("d1", "estimator_std"): ONE_ROW,
     ("coupled_grpo", "estimator_std"): "its three rows are one draw",
+    ("diffpo", "estimator_std"): "its two rows are one draw",
     **{(name, "estimator_std"): EXACT for name in ("cj_grpo", "dipo", "justgrpo", "mdpo", "tracerl", "d_tree_rpo")},
     **{("spg", name): "compares with no old policy" for name in (*RATIOS, "old_kl", "ratio_clamped_fraction")},
     **{(m, name): GIVEN for m in ("sft", "vrpo") for name in (*RATIOS, "old_kl", "ratio_clamped_fraction")},
