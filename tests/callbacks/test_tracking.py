@@ -8,8 +8,6 @@ import math
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from dare_lightning.callbacks.tracking_store import (
 )
 from tests.callbacks.fake_server import TrackingServer
 from tests.callbacks.toy import Toy, loader, trainer
+from tests.processes import Process
 from tests.shared import ROOT
 
 Fit = Callable[..., MLflowLogger]
@@ -259,30 +258,16 @@ def test_a_locked_database_does_not_stop_training(fit: Fit, root: Path) -> None:
     assert [step for step, _ in history(logger, "train/loss")] == list(range(8))
 
 
-JOB = """
-import sys
-from dare_lightning.callbacks.tracking import MLflowLogger
-logger = MLflowLogger(save_dir=sys.argv[1], run_dir=sys.argv[1] + "/" + sys.argv[2])
-logger.log_config({"job": sys.argv[2]})
-logger.log_metrics({"loss": 1.0}, 0)
-if sys.argv[2] == "dies":
-    raise RuntimeError("no data")
-logger.finalize("success")
-"""
-
-
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two processes that start together where there is no database yet; one dies before it trains."""
     folder = tmp_path_factory.mktemp("together")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", JOB, str(folder)]
-    started = [
-        subprocess.Popen([*command, name], env=environment, stderr=subprocess.PIPE, text=True)
-        for name in ("ends", "dies")
-    ]
-    errors = [job.communicate(timeout=250)[1] for job in started]
-    assert [job.returncode for job in started] == [0, 1], errors
+    started = []
+    for name in ("ends", "dies"):
+        with (folder / f"{name}.txt").open("w") as output:
+            started.append(Process("tests.callbacks.tracking_job", str(folder), name, cwd=folder, output=output))
+    statuses = [job.wait() for job in started]
+    assert statuses == [0, 1], "".join((folder / f"{name}.txt").read_text() for name in ("ends", "dies"))
     return folder
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ from safetensors.torch import load_file
 
 from dare_lightning.cli import app
 from dare_lightning.cli.inherit import compose_for_checkpoint
-from tests.shared import ROOT
+from tests import processes
 
 FIT = [
     *("model=new_tiny_llada", "method=d1", "peft=lora", "logger=csv", "seed=5", "trainer=cpu", "trainer.max_epochs=1"),
@@ -27,9 +24,7 @@ FIT = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which `fit` has run as a process."""
     folder = tmp_path_factory.mktemp("trained")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "dare_lightning", "fit", *FIT, "run_dir=first=run 1"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    done = processes.run("dare_lightning", "fit", *FIT, "run_dir=first=run 1", cwd=folder)
     assert done.returncode == 0, done.stderr
     (folder / "output.txt").write_text(done.stdout)
     return folder

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import torch
 from tests.equalities.conftest import Record, weights
 from tests.equalities.runs import RUNS
 from tests.equalities.two_ranks import BOUNDARY, INSIDE
-from tests.shared import ROOT
+from tests.processes import Process, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -30,20 +27,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": "2",
-        "MASTER_PORT": str(port),
-    }
-    shared |= {"MASTER_ADDR": "127.0.0.1", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
-    command = [sys.executable, "-m", "tests.equalities.two_ranks", str(folder)]
+    shared = {"WORLD_SIZE": "2", "MASTER_PORT": str(port), "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
     ranks = []
     for rank in "01":
-        output = (folder / f"rank{rank}.txt").open("w")
-        environment = shared | {"RANK": rank, "LOCAL_RANK": rank}
-        ranks.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output))
+        own = environment(**shared, RANK=rank, LOCAL_RANK=rank)
+        with (folder / f"rank{rank}.txt").open("w") as output:
+            ranks.append(Process("tests.equalities.two_ranks", str(folder), cwd=folder, env=own, output=output))
     try:
         codes = [process.wait(timeout=480) for process in ranks]
     finally:
