@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,7 +58,7 @@ class Suite:
         self.limit = limit
         self.batch_size = batch_size
         self.seed = seed
-        self.scoring_python = None if scoring_python is None else os.path.expanduser(scoring_python)
+        self.scoring_python = None if scoring_python is None else _program(scoring_python)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -125,6 +126,12 @@ class Suite:
 
     def _scoring_python(self, benchmark: Benchmark) -> str | None:
         return self.scoring_python if benchmark.scores_elsewhere else None
+
+
+def _program(path: str) -> str:
+    """A program's whole path. Links are kept: a virtual environment's Python is one."""
+    expanded = os.path.expanduser(path)
+    return os.path.abspath(shutil.which(expanded) or expanded)
 
 
 def checked_on_error(value: str) -> OnError:

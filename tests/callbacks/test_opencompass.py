@@ -28,9 +28,11 @@ from dare_lightning.cli import app
 from dare_lightning.datamodules.chat import encode_prompt
 from dare_lightning.evaluation.benchmark import Benchmark
 from dare_lightning.evaluation.benchmarks.arc_c import ARCChallenge
+from dare_lightning.evaluation.benchmarks.countdown import CountdownBenchmark, CountdownTask
 from dare_lightning.evaluation.benchmarks.gsm8k import GSM8K
 from dare_lightning.evaluation.benchmarks.humaneval import HumanEval
 from dare_lightning.evaluation.benchmarks.mbpp import MBPP
+from dare_lightning.evaluation.benchmarks.mmlu import MMLU
 from dare_lightning.evaluation.benchmarks.sudoku import SudokuBenchmark, SudokuTask
 from dare_lightning.evaluation.results import Record, find_record
 from dare_lightning.families.tiny import new_tiny_llada
@@ -38,7 +40,7 @@ from dare_lightning.generation.builtin import BuiltinBackend
 from dare_lightning.rewards.sudoku import SudokuReward
 from tests.equalities.conftest import Online, trainer, weights
 from tests.equalities.conftest import Record as Logged
-from tests.evaluation.benchmark_files import arc, gsm8k, humaneval, mbpp
+from tests.evaluation.benchmark_files import SUBJECTS, arc, gsm8k, humaneval, mbpp, mmlu
 
 pytest.importorskip("opencompass", reason="needs OpenCompass: pip install 'dare-lightning[eval]'")
 
@@ -65,9 +67,8 @@ def callback(benchmarks: Mapping[str, Benchmark], folder: Path, **settings: Any)
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     arc(folder / "data/ARC/ARC-c")
-    gsm8k(folder / "data/gsm8k")
-    humaneval(folder / "data/humaneval")
-    mbpp(folder / "data/mbpp")
+    for write in (gsm8k, humaneval, mbpp, mmlu):
+        write(folder / "data" / write.__name__)
     return folder
 
 
@@ -115,6 +116,8 @@ def trained(
         "gsm8k": GSM8K(),
         "humaneval": HumanEval(limit=1),
         "mbpp": MBPP(limit=1),
+        "mmlu": MMLU(subsets=SUBJECTS[:1], limit=1),
+        "countdown": CountdownBenchmark(CountdownTask(form="compact"), count=2),
         "sudoku": sudoku(limit=6),
         "arc_c": ARCChallenge(mode="likelihood"),
     }
@@ -129,7 +132,7 @@ def trained(
 
 def test_benchmarks_are_logged_after_every_rollout(trained: Any) -> None:
     _, _, logged, _, folder = trained
-    for name in ("gsm8k", "humaneval", "mbpp", "sudoku", "arc_c"):
+    for name in ("gsm8k", "humaneval", "mbpp", "mmlu", "countdown", "sudoku", "arc_c"):
         values = logged.series(f"eval/{name}")
         assert len(values) == 2, name
         assert all(0 <= value <= 100 for value in values)
@@ -211,8 +214,7 @@ def test_evaluations_by_steps_and_at_the_end(plain: tuple[Any, Draws], data: Pat
 def test_a_failure_is_no_number_or_the_end(on_error: str, data: Path, tmp_path: Path) -> None:
     run = Online()
     benchmarks = {"gsm8k": GSM8K(config="gsm8k/missing"), "arc_c": ARCChallenge()}
-    evaluation = callback(benchmarks, data, at_start=True, on_error=on_error)
-    runner = trainer([evaluation], default_root_dir=tmp_path)
+    runner = trainer([callback(benchmarks, data, at_start=True, on_error=on_error)], default_root_dir=tmp_path)
     if on_error == "raise":
         with pytest.raises(RuntimeError, match="1 of 2 benchmarks FAILED: gsm8k: FileNotFoundError: OpenCompass"):
             runner.validate(run.method, datamodule=run.data, verbose=False)

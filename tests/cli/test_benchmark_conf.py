@@ -14,6 +14,7 @@ from dare_lightning.cli.checks import check
 from dare_lightning.cli.compose import compose
 from dare_lightning.cli.errors import UserError
 from dare_lightning.cli.tree import PACKAGED, ConfTree
+from dare_lightning.evaluation.benchmark import find_data
 
 EXPERIMENTS = [name for name in ConfTree().options("experiment") if name.startswith("eval/")]
 
@@ -41,6 +42,20 @@ def test_every_benchmark_is_an_option_that_builds() -> None:
     assert list(callback.backends) == options
     assert {type(b).name for b in callback.suite.benchmarks.values()} == set(options)
     assert len(options) == len(list((PACKAGED / "eval").glob("[!_]*.yaml"))) == 14
+
+
+def test_every_benchmark_names_the_files_that_it_lacks(tmp_path: Path) -> None:
+    options = ConfTree().options("eval")
+    callback: OpenCompassEval = instantiate(composed("eval", f"eval=[{','.join(options)}]").eval)
+    reading = {name: benchmark for name, benchmark in callback.suite.benchmarks.items() if benchmark.required_files()}
+    assert set(options) - set(reading) == {"countdown", "sudoku"}
+    for name, benchmark in reading.items():
+        file = benchmark.required_files()[0]
+        with pytest.raises(FileNotFoundError) as missing:
+            find_data(benchmark, str(tmp_path))
+        assert f"eval={name}: no {file.path}" in str(missing.value)
+        assert file.source.startswith("https://")
+        assert f"get it from {file.source} and put it at {tmp_path / file.path}" in str(missing.value)
 
 
 def test_settings_for_all_benchmarks_win() -> None:

@@ -49,10 +49,10 @@ def replies(questions: Questions, right: Callable[[int], bool] = lambda number: 
 def write_all(folder: Path) -> dict[str, Questions]:
     """`folder/data` with files for every benchmark that reads some; questions by benchmark."""
     data = folder / "data"
-    mmlu, pro = _mmlu(data / "mmlu"), _mmlu_pro(data / "mmlu_pro" / "data")
+    plain, pro = mmlu(data / "mmlu"), _mmlu_pro(data / "mmlu_pro" / "data")
     return {
-        "mmlu": mmlu,
-        "mmlu_zero": [(key, f"So it is.\nANSWER: {right}", f"ANSWER: {wrong}") for key, right, wrong in mmlu],
+        "mmlu": plain,
+        "mmlu_zero": [(key, f"So it is.\nANSWER: {right}", f"ANSWER: {wrong}") for key, right, wrong in plain],
         "mmlu_pro": pro,
         "mmlu_pro_few": [(key, right[-1], wrong[-1]) for key, right, wrong in pro],
         "hellaswag": _hellaswag(data / "hellaswag"),
@@ -132,7 +132,8 @@ def _rl_rows(name: str, count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _mmlu(folder: Path) -> Questions:
+def mmlu(folder: Path) -> Questions:
+    """Questions of two subjects, and five answered ones of each."""
     questions = []
     for subject in SUBJECTS:
         for split, count in (("dev", 5), ("test", 2)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -226,11 +227,11 @@ def test_a_benchmark_that_fails_says_why_and_leaves_the_others_alone(
 
 
 def python_elsewhere(folder: Path, runs: str) -> tuple[str, Path]:
-    """An interpreter's path, and the file in which each of its starts leaves a line."""
+    """An interpreter's path from here, and the file in which each of its starts leaves a line."""
     starts, program = folder / "starts.txt", folder / "python"
     program.write_text(f'#!/bin/sh\necho "$2" >> {starts}\n{runs}\n')
     program.chmod(0o755)
-    return str(program), starts
+    return os.path.relpath(program), starts
 
 
 @pytest.mark.slow
@@ -246,7 +247,7 @@ def test_opencompass_may_score_in_another_python(
     assert (found.score, found.parts) == (results["mmlu"].score, results["mmlu"].parts)
     # One process for both subjects, after one that only named its versions.
     assert [line[:30] for line in starts.read_text().split("\n")].count("opencompass.tasks.openicl_eval") == 1
-    assert found.settings["scoring_python"] == python
+    assert found.settings["scoring_python"] == str(tmp_path / "python")
     assert found.settings["scoring_versions"]["opencompass"] == importlib.metadata.version("opencompass")
 
 
@@ -268,4 +269,4 @@ def test_a_python_that_cannot_score_is_refused_or_a_failure(
     suite.check()
     found = run(suite, tmp_path / "log", {"olympiadbench": replies(questions["olympiadbench"])})["olympiadbench"]
     assert (found.status, found.score) == ("FAILED", None)
-    assert f"eval.scoring_python={broken} ended with status 3: no such library" in str(found.reason)
+    assert f"eval.scoring_python={tmp_path}/python ended with status 3: no such library" in str(found.reason)

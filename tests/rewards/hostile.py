@@ -12,7 +12,8 @@ from typing import Any
 EARNED = "def f(x):\n    return x * 2\n"
 
 
-def _programs(text: str) -> dict[str, str]:
+def programs(text: str) -> dict[str, str]:
+    """Programs by name, each after a line `### name`."""
     _, *parts = re.split(r"^### (\w+)\n", text, flags=re.MULTILINE)
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
@@ -22,7 +23,7 @@ def aimed(program: str, targets: dict[str, Any]) -> str:
     return re.sub(r"<(\w+)>", lambda found: repr(targets[found[1]]) if found[1] in targets else found[0], program)
 
 
-CHEATS = _programs(
+CHEATS = programs(
     r"""
 ### exits_early
 import sys
@@ -348,93 +349,3 @@ def f(x):
 """
 )
 """Over at once; all score 0."""
-
-RUNAWAYS = _programs(
-    r"""
-### sleeps
-import time
-def f(x):
-    time.sleep(1000)
-    return 4
-### spins
-def f(x):
-    while True: pass
-### spins_in_c
-def f(x):
-    return 9 ** 9 ** 9
-### spins_at_import
-while True: pass
-### ignores_signals
-import signal, time
-for number in range(1, 65):
-    try: signal.signal(number, signal.SIG_IGN)
-    except (OSError, ValueError): pass
-def f(x):
-    while True: time.sleep(1)
-### bombs_with_forks
-import os
-def f(x):
-    while True:
-        try: os.fork()
-        except OSError: pass
-### bombs_and_leaves
-import os
-def f(x):
-    for _ in range(3):
-        if os.fork() == 0:
-            os.setsid()
-            while True:
-                try:
-                    if os.fork() == 0: os.setsid()
-                except OSError: pass
-    os._exit(0)
-### bombs_with_threads
-import threading, time
-def f(x):
-    while True:
-        try: threading.Thread(target=time.sleep, args=(1000,)).start()
-        except RuntimeError: pass
-### prints_without_end
-def f(x):
-    while True: print('x' * 10_000)
-### fills_the_disk
-import os
-def f(x):
-    number = 0
-    while True:
-        number += 1
-        try:
-            with open(f'file{number}', 'wb') as file: file.write(bytes(1 << 20))
-        except OSError: pass
-### hogs_with_children
-import os, time
-def f(x):
-    for _ in range(12):
-        if os.fork() == 0:
-            held = bytearray(os.urandom(1 << 20)) * 200
-            time.sleep(1000)
-    time.sleep(1000)
-### hides_a_child
-import os, time
-def f(x):
-    if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            time.sleep(1000)
-        os._exit(0)
-    return 5
-### never_answers
-import os, time
-time.sleep(1000)
-### yields_without_end
-def f(x):
-    n = 0
-    while True:
-        yield n
-### waits_for_input
-def f(x):
-    import select
-    select.select([], [], [])
-"""
-)
-"""Most would run for ever; all score 0, as "timeout" or "wrong"."""

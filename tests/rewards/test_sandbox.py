@@ -24,8 +24,9 @@ from dare_lightning.rewards.code import CodeReward
 from dare_lightning.rewards.sandbox import filters, jail
 from dare_lightning.rewards.sandbox.client import SandboxError
 from tests.rewards.cases import example
-from tests.rewards.hostile import CHEATS, EARNED, RUNAWAYS, aimed
+from tests.rewards.hostile import CHEATS, EARNED, aimed
 from tests.rewards.programs import TEST, make, statuses
+from tests.rewards.runaways import RUNAWAYS
 from tests.shared import ROOT
 
 LIMIT = 1.0
