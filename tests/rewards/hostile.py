@@ -342,6 +342,14 @@ import os
 def f(x):
     os.makedirs('a/b'); open('a/b/c', 'w').close()
     os.chmod('a/b', 0); os.chmod('a', 0)
+### leaves_a_deep_hole
+import os
+def f(x):
+    for _ in range(2500):
+        try:
+            os.mkdir('deep' * 60)
+            os.chdir('deep' * 60)
+        except OSError: break
 ### links_to_the_outside
 import os
 def f(x):

@@ -61,6 +61,27 @@ def f(x):
         try:
             with open(f'file{number}', 'wb') as file: file.write(bytes(1 << 20))
         except OSError: pass
+### has_a_name_that_is_no_text
+import ctypes, time
+def f(x):
+    ctypes.CDLL(None).prctl(15, b'\xff) R \xfe', 0, 0, 0)
+    time.sleep(1000)
+### digs_itself_in
+import os, time
+def f(x):
+    for _ in range(3000):
+        try:
+            os.mkdir('deep' * 60)
+            os.chdir('deep' * 60)
+        except OSError: break
+    time.sleep(1000)
+### shuts_the_door_behind_it
+import os, time
+def f(x):
+    os.umask(0o777)
+    for number in range(3):
+        os.mkdir(str(number))
+    time.sleep(1000)
 ### hogs_with_children
 import os, time
 def f(x):

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import sys
 import tempfile
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dare_lightning.rewards.sandbox.jail import LEVELS, Level, Limits
+from dare_lightning.rewards.sandbox.removal import remove_quietly
 from dare_lightning.rewards.server import Server, ServerError
 
 _log = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ class Sandbox:
             self._server.close()
             self._server = None
             # The worker removes it, unless it was killed.
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_quietly(self._folder)
 
     def _no_level(self, reasons: str) -> str:
         asked = "none of the levels works" if self.wanted == "auto" else f"protection={self.wanted} does not work"

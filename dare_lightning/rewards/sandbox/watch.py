@@ -33,11 +33,11 @@ def processes() -> dict[int, Task]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
-                with open(f"/proc/{name}/stat") as file:
-                    fields = file.read().rpartition(")")[2].split()
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()  # a name before it may be any bytes
             except (FileNotFoundError, ProcessLookupError):
                 continue  # it has just ended
-            found[int(name)] = Task(int(fields[1]), fields[0], int(fields[17]), int(fields[21]) * PAGE)
+            found[int(name)] = Task(int(fields[1]), fields[0].decode(), int(fields[17]), int(fields[21]) * PAGE)
     return found
 
 
@@ -80,7 +80,7 @@ def waited(numbers: Collection[int]) -> float:
 
 
 def folder_size(folder: str, most: int) -> tuple[int, int]:
-    """Bytes and entries of a folder; a folder in it that cannot be read counts as more than `most` bytes."""
+    """Bytes and entries of a folder; one in it that cannot be read, or lies too deep, counts for over `most` bytes."""
     size = entries = 0
     waiting = [folder]
     while waiting and entries <= most and size <= most:
@@ -92,6 +92,6 @@ def folder_size(folder: str, most: int) -> tuple[int, int]:
                     waiting.append(entry.path)
         except FileNotFoundError:
             continue
-        except PermissionError:
+        except OSError:
             return most + 1, entries
     return size, entries

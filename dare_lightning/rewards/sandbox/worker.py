@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import sys
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dare_lightning.rewards.sandbox import jail, probe, watch
+from dare_lightning.rewards.sandbox.removal import remove_quietly
 from dare_lightning.rewards.sandbox.zygote import BrokenError, Handle
 
 FRESH_S = 0.25
@@ -258,4 +258,4 @@ def main() -> None:
     except (EOFError, BrokenPipeError):
         return
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_quietly(folder)

@@ -8,12 +8,12 @@ import importlib
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 from typing import Any, NoReturn
 
 from dare_lightning.rewards.sandbox import filters, jail, judge, kernel, watch
+from dare_lightning.rewards.sandbox.removal import remove
 
 # fmt: off
 WARM = [
@@ -163,9 +163,8 @@ class Zygote:
             return  # its parent, itself dead by now, was nearer
 
     def _remove(self, name: str) -> None:
-        folder = f"{self.cell.folder}/{name}"
-        if not self.cell.own_pids and os.path.isdir(folder):
-            shutil.rmtree(folder, onerror=_open_and_retry)
+        if not self.cell.own_pids:
+            remove(f"{self.cell.folder}/{name}")
 
     def _say(self, message: dict[str, Any]) -> None:
         self.control.send(json.dumps(message).encode())
@@ -187,18 +186,6 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         return
-
-
-def _open_and_retry(function: object, path: str, info: object) -> None:
-    """A folder that a program locked is ours all the same."""
-    os.chmod(path, 0o700)
-    if os.path.isdir(path):
-        for entry in os.scandir(path):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path, onerror=_open_and_retry)
-            else:
-                os.unlink(entry.path)
-        os.rmdir(path)
 
 
 def run(control: socket.socket, cell: jail.Cell, code_root: str) -> NoReturn:
