@@ -12,7 +12,8 @@ from dare_lightning.rewards.code_tests import Tests, UnreadableTestsError, read_
 from dare_lightning.rewards.sandbox.client import Protection, Sandbox, Wanted
 from dare_lightning.rewards.sandbox.jail import Limits
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*(?P<label>[\w+-]*)[^\n`]*$", re.MULTILINE)
+# Nothing is given back, so that a line that is no fence after all takes no quadratic time.
+_FENCE = re.compile(r"^[ \t]*+```[ \t]*+(?P<label>[\w+-]*+)[^\n`]*+$", re.MULTILINE)
 _PYTHON = ("python", "py", "python3", "")
 _MEBIBYTE = 1 << 20
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -166,6 +167,13 @@ def test_a_helper_of_the_prompt_is_the_prompts(reward: CodeReward) -> None:
 )
 def test_extraction(text: str, code: str) -> None:
     assert extract_code(text) == code
+
+
+@pytest.mark.parametrize("filling", ["a", " ", "`", "```\n", "```a ", "[BEGIN]", "[DONE]"])
+def test_extraction_takes_no_longer_than_the_text_is(filling: str) -> None:
+    started = time.perf_counter()
+    extract_code(f"```{filling * 20_000}`x")
+    assert time.perf_counter() - started < 1.0
 
 
 @pytest.mark.parametrize(
