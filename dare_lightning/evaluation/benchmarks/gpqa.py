@@ -27,7 +27,8 @@ _END = (
     "When you're ready to answer, please use the format 'The correct answer is (X)' where X is the correct letter"
     " choice from 'ABCD'."
 )
-_ANSWER = re.compile(r"the correct answer is \(([^)]+)\)", re.IGNORECASE)
+# What is longer is no letter, and to look for its end would take quadratic time.
+_ANSWER = re.compile(r"the correct answer is \(([^)]{1,99})\)", re.IGNORECASE)
 
 
 class GPQA(Benchmark):
