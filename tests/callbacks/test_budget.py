@@ -11,6 +11,7 @@ from dare_lightning.callbacks.budget import Budget
 from dare_lightning.callbacks.rollout_checkpoint import RolloutCheckpoint, newest_checkpoint
 from tests.callbacks.toy import Toy
 from tests.equalities.conftest import Keep, Offline, Online, Record, trainer
+from tests.shared import ROOT
 
 NAMES = {
     *("rollout_passes", "old_policy_passes", "reference_passes", "update_passes", "training_passes"),
@@ -29,8 +30,11 @@ def spent(record: Record, name: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", [Online, Offline])
 def test_every_run_logs_its_cost_under_the_same_names(kind: Any) -> None:
-    record = Record()
+    record, documented = Record(), (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8")
     kind().fit(Budget(), logger=record)
+    own = ("rollout/seconds/",)
+    logged = {n for n in record.names() if n.startswith(("train/", "rollout/", "cost/")) and not n.startswith(own)}
+    assert [name for name in sorted(logged) if f"`{name}`" not in documented] == []
     assert {name.removeprefix("cost/") for name in record.names() if name.startswith("cost/")} == NAMES
     total = [a + b for a, b in zip(spent(record, "rollout_passes"), spent(record, "training_passes"), strict=True)]
     assert spent(record, "passes") == total

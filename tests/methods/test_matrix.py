@@ -18,6 +18,7 @@ from tests.methods.matrix import MEASURED, METHODS, UNMEASURED, Undefined, built
 from tests.shared import ROOT
 from tests.tiny import TINY_BUILDERS
 
+DOCUMENTED = (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8")
 # Prompts of different lengths: the answers to one of them are padded.
 PROMPTS = ([9, 8, 7], [12, 9, 30, 31, 11])
 
@@ -66,6 +67,7 @@ def test_a_method_takes_two_steps_on_a_family(family: str, name: str, adapter: b
         loss, metrics = method.loss_and_metrics(rows, replace(batch, denominator=method.count(batch)))
         assert loss.isfinite()
         assert {measured for measured in MEASURED if (name, measured) not in UNMEASURED} <= metrics.keys()
+        assert all(f"`train/{measured}`" in DOCUMENTED for measured in metrics)
         assert not [measured for method, measured in UNMEASURED if method == name and measured in metrics]
         if step == 0 and "ratio_mean" in metrics:
             total, weight = metrics["ratio_mean"]
