@@ -2,12 +2,13 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import pytest
 import torch
 
 from dare_lightning.evaluation.likelihood import negative_elbo
 from dare_lightning.families.base import token_log_probs
 from dare_lightning.replay.batch import SequenceBatch
-from tests.tiny import MASK, tiny_llada
+from tests.tiny import MASK, TINY_BUILDERS, tiny_llada
 
 
 def answer(length: int, seeds: int) -> SequenceBatch:
@@ -22,6 +23,23 @@ def test_a_single_token_has_its_exact_log_prob() -> None:
     noisy = batch.ids.masked_fill(batch.response_mask, MASK)
     exact = -token_log_probs(policy, noisy, batch.ids, batch.attention_mask, batch.response_mask)[:, -1]
     torch.testing.assert_close(negative_elbo(policy, batch, rows=3), exact)
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada2"])
+@torch.no_grad()
+def test_a_block_policy_sees_the_clean_blocks_before(family: str) -> None:
+    """With blocks of one token the bound is exact: the sum of each token's log-prob after the clean ones before it."""
+    policy = TINY_BUILDERS[family](layers=1, width=16, heads=2, block_length=1).double()
+    batch = answer(2, 300)
+    one, exact = batch.select(slice(0, 1)), 0.0
+    for place in (3, 4):
+        alone = torch.zeros_like(one.response_mask)
+        alone[:, place] = True
+        noisy = one.ids.masked_fill(alone, policy.mask_token_id)
+        exact -= float(token_log_probs(policy, noisy, one.ids, one.attention_mask, alone).sum())
+    estimates = negative_elbo(policy, batch, rows=2)
+    error = estimates.std() / len(estimates) ** 0.5
+    assert abs(estimates.mean() - exact / 2) < 4 * error
 
 
 def test_the_estimate_is_unbiased_for_the_bound_by_enumeration() -> None:
