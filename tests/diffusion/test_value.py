@@ -63,7 +63,8 @@ def test_where_nothing_counts_everything_is_zero() -> None:
 
 
 def test_the_value_loss_by_hand() -> None:
-    values, old, target = torch.tensor([1.0, 1.0, 0.1]), torch.tensor([0.0, 0.0, 0.0]), torch.tensor([1.0, 3.0, 1.0])
-    # Clipped to 0.2: errors 0.8, 2.8, 0.9 against 0, 2, 0.9 of the values themselves.
-    torch.testing.assert_close(clipped_value_loss(values, old, target, 0.2), torch.tensor([0.32, 3.92, 0.405]))
-    torch.testing.assert_close(clipped_value_loss(values, old, target, None), torch.tensor([0.0, 2.0, 0.405]))
+    values, target = torch.tensor([1.0, 1.0, 0.1, 2.0]), torch.tensor([1.0, 3.0, 1.0, 0.0])
+    old = torch.zeros(4)
+    # Clipped to 0.2: errors 0.8, 2.8, 0.9, 0.2 against 0, 2, 0.9, 2 of the values themselves; the larger counts.
+    torch.testing.assert_close(clipped_value_loss(values, old, target, 0.2), torch.tensor([0.32, 3.92, 0.405, 2.0]))
+    torch.testing.assert_close(clipped_value_loss(values, old, target, None), torch.tensor([0.0, 2.0, 0.405, 2.0]))

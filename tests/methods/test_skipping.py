@@ -59,6 +59,7 @@ def test_a_divergence_from_the_old_policy_is_run_only_where_that_is_another_one(
     steps = torch.tensor([[-1, -1, -1, 0, 0, 1, 1, 2, 2]]).expand(4, -1)
     batch = replace(_batch([1.0, 0.0, 0.0, -0.5]), commit_step=steps)
     batch = module.freeze_policies(batch, inner_epochs=1, keep_old=keep_old)
+    assert batch.old_log_probs is None or all(batch.old_log_probs.flatten(1).any(1))  # the old policy is run on all
     batch = replace(batch, denominator=module.count(batch))
     read = []
     denoise = policy.denoise
