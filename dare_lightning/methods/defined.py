@@ -15,14 +15,17 @@ class Undefined:
 
     Attributes:
         on: the kind.
-        because: what the method does, after a colon; `{family}` stands for the policy's name. Ends with the way out.
+        because: what the method does, after a colon; `{family}` stands for the policy's name. Ends with the way out,
+            unless `instead` is one.
         setting, value: only where the method is set like this; None for always.
+        instead: the value of `setting` with which the method is defined there; None where there is none.
     """
 
     on: Kind
     because: str
     setting: str | None = None
     value: Any = None
+    instead: Any = None
 
 
 def check_defined(
@@ -45,6 +48,6 @@ def check_defined(
             continue
         asked = method if case.setting is None else f"{method}'s {case.setting}={case.value}"
         others = " and ".join(word for other, word in KINDS.items() if other != kind)
-        raise ValueError(
-            f"{asked} is defined for {others} policies and {family} is not one: {case.because.format(family=family)}"
-        )
+        way_out = "" if case.instead is None else f"; use method.{case.setting}={case.instead}"
+        because = case.because.format(family=family)
+        raise ValueError(f"{asked} is defined for {others} policies and {family} is not one: {because}{way_out}")

@@ -47,9 +47,10 @@ class SPG(SequenceMethod):
     undefined: ClassVar[tuple[Undefined, ...]] = (
         Undefined(
             "block",
-            "it hides what follows the block at work, and {family} never reads that; use method.forward_type=random",
+            "it hides what follows the block at work, and {family} never reads that",
             setting="forward_type",
             value="block_random",
+            instead="random",
         ),
     )
 

@@ -6,28 +6,31 @@ Run from the checkout to print the table: python -m tests.methods.matrix
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 import dare_lightning.conf
 from dare_lightning.cli.compose import compose
 from dare_lightning.cli.tree import ConfTree
+from dare_lightning.families.kinds import kind_of
 from dare_lightning.generation.base import GenerationBackend
 from dare_lightning.generation.builtin import BuiltinBackend
 from dare_lightning.methods.base import DiffusionPolicyModule
+from tests.shared import ROOT
 from tests.tiny import TINY_BUILDERS
 
-# Files without a class of their own are presets of another: other numbers, built by test_configs.
+# Files without a class or a network of their own are presets of another: other numbers, built by test_configs.
 METHODS = sorted(
     path.stem
     for path in (Path(str(dare_lightning.conf.__file__)).parent / "method").glob("*.yaml")
-    if not path.stem.startswith("_") and "_target_" in OmegaConf.load(path)
+    if not path.stem.startswith("_") and (keys := OmegaConf.load(path)).get("_target_", keys.get("value_model"))
 )
 ROLLOUTS = [name for name in ConfTree().options("rollout") if name != "none"]
 # What every method reports of an optimiser step, and which methods do not, for what reason.
@@ -40,7 +43,10 @@ UNMEASURED: dict[tuple[str, str], str] = {
     ("d1", "estimator_std"): ONE_ROW,
     ("coupled_grpo", "estimator_std"): "its three rows are one draw",
     ("diffpo", "estimator_std"): "its two rows are one draw",
-    **{(name, "estimator_std"): EXACT for name in ("cj_grpo", "dipo", "justgrpo", "mdpo", "tracerl", "d_tree_rpo")},
+    **{
+        (name, "estimator_std"): EXACT
+        for name in ("cj_grpo", "dipo", "justgrpo", "mdpo", "tracerl", "tracerl_value", "d_tree_rpo")
+    },
     **{("spg", name): "compares with no old policy" for name in (*RATIOS, "old_kl", "ratio_clamped_fraction")},
     **{(m, name): GIVEN for m in ("sft", "vrpo") for name in (*RATIOS, "old_kl", "ratio_clamped_fraction")},
     ("sft", "estimator_std"): "one row a sample by default (method.samples)",
@@ -67,6 +73,18 @@ def rollout(name: str) -> DictConfig:
     return compose("fit", [f"rollout={name}", *SMALL]).rollout.backend
 
 
+def needed_setting(name: str, policy: Any) -> tuple[str, Any] | None:
+    """The setting, and its value, with which a method is defined on a policy where its own value is not; None for none.
+
+    Only what the method itself names as the way out.
+    """
+    cfg = configured(name)
+    for case in get_class(cfg.method._target_).undefined:
+        if case.on == kind_of(policy) and case.instead is not None and cfg.method[case.setting] == case.value:
+            return case.setting, case.instead
+    return None
+
+
 def built(name: str, policy: Any) -> tuple[DiffusionPolicyModule, GenerationBackend]:
     """The configured method and a backend that serves it on this policy.
 
@@ -74,6 +92,9 @@ def built(name: str, policy: Any) -> tuple[DiffusionPolicyModule, GenerationBack
         Undefined: the method refuses the policy by name, or no rollout serves both.
     """
     cfg = configured(name)
+    if (needed := needed_setting(name, policy)) is not None:
+        cfg = copy.deepcopy(cfg)
+        cfg.method[needed[0]] = needed[1]
     try:
         method: DiffusionPolicyModule = instantiate(cfg.method, policy=policy)
     except InstantiationException as refusal:
@@ -103,13 +124,23 @@ def tiny(family: str) -> Any:
     return TINY_BUILDERS[family](layers=1, width=16, heads=2)
 
 
-def defined(name: str, family: str) -> bool:
-    """Whether the pair can be built."""
+def cell(name: str, family: str) -> str:
+    """Whether the pair can be built, and with which setting where it needs one."""
+    policy = tiny(family)
     try:
-        built(name, tiny(family))
+        built(name, policy)
     except Undefined:
-        return False
-    return True
+        return "no"
+    needed = needed_setting(name, policy)
+    return "yes" if needed is None else f"yes, `{needed[0]}={needed[1]}`"
+
+
+def page(name: str) -> str:
+    """The page of docs/methods that a method is explained on: its own, or that of the method it is based on."""
+    pages = ROOT / "docs" / "methods"
+    while not (pages / f"{name}.md").is_file():
+        name = name.rpartition("_")[0]
+    return f"docs/methods/{name}.md"
 
 
 def table() -> str:
@@ -117,8 +148,8 @@ def table() -> str:
     titles = [type(tiny(family)).__name__ for family in TINY_BUILDERS]
     lines = ["| method | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
     for name in METHODS:
-        cells = ["yes" if defined(name, family) else "no" for family in TINY_BUILDERS]
-        lines.append(f"| [`{name}`](docs/methods/{name}.md) | " + " | ".join(cells) + " |")
+        cells = [cell(name, family) for family in TINY_BUILDERS]
+        lines.append(f"| [`{name}`]({page(name)}) | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
