@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import block, decoding, memory, packing, sampler, startup, training
+from benchmarks import block, decoding, memory, packing, rows, sampler, startup, training
 from benchmarks.machine import machine
 
 GROUPS: dict[str, Callable[[bool], list[dict[str, Any]]]] = {
@@ -22,6 +22,7 @@ GROUPS: dict[str, Callable[[bool], list[dict[str, Any]]]] = {
     "training": training.run,
     "packing": packing.run,
     "memory": memory.run,
+    "rows": rows.run,
     "startup": startup.run,
 }
 BASELINES = {
@@ -31,6 +32,7 @@ BASELINES = {
     "packing": "padded to the longest row, attention written out, all logits; seconds of a supervised step",
     "training": "the same step without the saving; seconds",
     "memory": "the logits of all scored positions at once; MB that forward and backward pass add",
+    "rows": "all rows in one graph (gradient_plan=single); MB that a training step adds",
     "startup": "the limit that the project sets itself; seconds",
 }
 

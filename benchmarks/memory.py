@@ -8,10 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 TOKENS = 4096
@@ -22,6 +20,7 @@ def peak(vocabulary: int, pieces: bool, tokens: int = TOKENS) -> float:
     """Megabytes that forward and backward pass of the scores of `tokens` positions add, in this process."""
     import torch
 
+    from dare_lightning.callbacks.peak_memory import peak_memory
     from dare_lightning.families import base
 
     head = torch.nn.Linear(WIDTH, vocabulary, bias=False)
@@ -34,19 +33,9 @@ def peak(vocabulary: int, pieces: bool, tokens: int = TOKENS) -> float:
     policy: Any = type("Head", (), {"logits": staticmethod(head), "head_weight": None})
     # Small first call: buffers that are made once are not counted.
     base.chosen_log_probs(policy, hidden[:2], targets[:2]).sum().backward()
-    before = _peak()
+    before = peak_memory(hidden.device)
     base.chosen_log_probs(policy, hidden, targets).sum().backward()
-    return _peak() - before
-
-
-def _peak() -> float:
-    """The most memory this process has held, in megabytes."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        # Linux hands the high mark of the parent on in getrusage, and starts anew here.
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) / 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return peak_memory(hidden.device) - before
 
 
 def run(quick: bool) -> list[dict[str, Any]]:
