@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as program
-from benchmarks import block, compare, decoding, memory, packing, startup, training, widened
+from benchmarks import block, compare, decoding, memory, packing, rows, startup, training, widened
 from dare_lightning.families.tiny import new_tiny_sdar
 from dare_lightning.generation.block import BlockBackend
 from dare_lightning.generation.block_steps import MostConfident
@@ -59,6 +59,26 @@ def test_plain_block_decoding_and_scoring_compute_the_same() -> None:
 def test_pieces_of_the_head_take_less_memory_than_all_logits() -> None:
     whole, pieces = (memory._measured(16_000, flag, 2048) for flag in (False, True))
     assert pieces < 0.9 * whole
+
+
+@pytest.mark.parametrize("name", rows.METHODS)
+def test_both_gradient_plans_of_the_memory_benchmark_take_the_same_step(name: str) -> None:
+    losses, gradients = [], []
+    for single in (True, False):
+        policy = tiny_llada(layers=1, width=16, heads=2, vocab=200)
+        method, batch = rows.prepared(name, policy, 4, single)
+        assert method.corrupt(batch).count == 4
+        losses.append(rows.step(method, batch))
+        gradients.append({key: value.grad for key, value in policy.named_parameters()})
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_step_of_many_rows_takes_the_memory_of_few() -> None:
+    few, many, single = (rows.measured("cj_grpo", *point) for point in ((4, False), (16, False), (16, True)))
+    assert many < 1.5 * few
+    assert single > 3 * many
 
 
 def test_steps_with_different_losses_are_not_compared() -> None:

@@ -66,6 +66,21 @@ def test_entropy_is_the_same_in_pieces_and_has_no_gradient(monkeypatch: pytest.M
     assert pieces.metrics()["entropy"] == found  # although the backward pass scored all again
 
 
+def test_beside_a_fused_head_some_positions_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The kernel runs on a GPU alone; what it gives is that of the plain head.
+    policy, targets = tiny_llada(), torch.arange(5, 17)
+    hidden = policy.hidden_states(targets[None])[0].detach()
+    plain = base.chosen_log_probs(policy, hidden, targets)
+    monkeypatch.setattr(base, "fused_log_probs", lambda *arguments: plain)
+    monkeypatch.setattr(base, "MAX_LOGITS", 5 * 40)
+    entropy = EntropySum()
+    assert base.chosen_log_probs(policy, hidden, targets, 0.5, entropy) is plain
+    expected = torch.distributions.Categorical(logits=policy.logits(hidden[::3]) / 0.5).entropy()
+    total, count = entropy.metrics()["entropy"]
+    assert count == 4
+    torch.testing.assert_close(total, expected.sum())
+
+
 def test_the_entropy_of_a_sharp_policy_is_zero_and_of_a_flat_one_its_most() -> None:
     for scale, expected in ((1e4, 0.0), (0.0, torch.tensor(40.0).log())):
         entropy, logits = EntropySum(), scale * torch.eye(40)[:3]
