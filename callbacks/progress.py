@@ -65,6 +65,8 @@ class Progress(L.Callback):
 
         def report(done: int, total: int) -> None:
             self._bar(f"{stage} (denoising steps)", done, total, visible=done < total)
+            if done < total and time.monotonic() - self._last_line >= self.line_seconds:
+                self._print(f"{stage}: denoising step {done} of {total}")
 
         return report
 
@@ -82,8 +84,10 @@ class Progress(L.Callback):
         self._open()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show the bars where validation runs alone."""
+        """Show the bars where validation runs alone, or say that it runs: a large policy takes minutes."""
         self._open()
+        if trainer.state.fn != "fit":
+            self._print("held out: scoring")
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -176,12 +180,18 @@ class Progress(L.Callback):
         text = self._status(trainer)
         if self._bars is not None and "train" in self._tasks:
             self._bars.update(self._tasks["train"], text=text)
-        elif self._bars is None and text != self._said:
-            self._last_line = now
-            seconds = round(now - self._started)
-            line = f"[{seconds // 60}:{seconds % 60:02d}] {self._label(trainer, ended)} {text}"
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        elif text != self._said:
+            self._print(f"{self._label(trainer, ended)} {text}")
         self._said = text
+
+    def _print(self, text: str) -> None:
+        """A line, where there are no bars to show it."""
+        if not self._shows or self.console is None or self._bars is not None:
+            return
+        self._last_line = time.monotonic()
+        seconds = round(self._last_line - self._started)
+        line = f"[{seconds // 60}:{seconds % 60:02d}] {text}"
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _status(self, trainer: L.Trainer) -> str:
         parts = [f"step {trainer.global_step}"]

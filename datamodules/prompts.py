@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from dare_lightning.datamodules.chat import encode_prompt
 from dare_lightning.datamodules.readers import read_examples
-from dare_lightning.datamodules.sizes import check_positive, check_same_split, multiples_near
+from dare_lightning.datamodules.sizes import check_group_size, check_positive, check_same_split, multiples_near
 from dare_lightning.diffusion.noise import derive_seed, generator
 from dare_lightning.families.base import PolicyModel
 from dare_lightning.parallel.collectives import gather_objects, rank_and_world, sum_over_ranks
@@ -136,11 +136,7 @@ class PromptDataModule(L.LightningDataModule):
     def _check_sizes(self) -> None:
         check_positive({name: size for name, size in self._sizes().items() if name != "group_size"})
         check_positive({"val_prompts": self.val_prompts})
-        if self.group_size < 2:
-            raise ValueError(
-                f"data.group_size={self.group_size}: group-relative advantages compare answers to one prompt;"
-                " use 2 or more"
-            )
+        check_group_size(self.group_size)
         if self.path is None and self.task is None:
             raise ValueError("there are no prompts: set data.path to a file, a saved data set or a hub name")
         if self.task is not None and self.path is None and self.train_prompts is None:

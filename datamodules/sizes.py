@@ -19,6 +19,18 @@ def check_positive(sizes: Mapping[str, int]) -> None:
             raise ValueError(f"data.{name}={value} must be at least 1")
 
 
+def check_group_size(size: int) -> None:
+    """Refuse a group of one.
+
+    Raises:
+        ValueError: there is nothing to compare an answer with.
+    """
+    if size < 2:
+        raise ValueError(
+            f"data.group_size={size}: group-relative advantages compare answers to one prompt; use 2 or more"
+        )
+
+
 def multiples_near(value: int, unit: int) -> str:
     """The multiples of `unit` around `value` that are above 0, as advice: "8 or 12"."""
     lower = value // unit * unit

@@ -98,8 +98,9 @@ def _show_config(arguments: Arguments, part: str) -> int:
 
 def _run(arguments: Arguments, show_traceback: bool) -> int:
     from dare_lightning.cli.checks import check
+    from dare_lightning.cli.contents import check_contents
     from dare_lightning.cli.inherit import compose_for_checkpoint, save_composed
-    from dare_lightning.cli.run_folder import Run, rank, run_folder
+    from dare_lightning.cli.run_folder import Run, rank, run_folder, warn_of_earlier_run
     from dare_lightning.cli.tracked import start_tracking_early
 
     command = str(arguments.command)
@@ -107,11 +108,15 @@ def _run(arguments: Arguments, show_traceback: bool) -> int:
     choices = cfg.hydra.runtime.choices
     cfg = _without_hydra(cfg)
     check(command, cfg, arguments.config_dirs)
+    check_contents(cfg)
+    if command == "fit" and cfg.ckpt_path is None and rank() == 0:
+        warn_of_earlier_run(cfg.run_dir)
+    new = cfg.run_dir is None
     folder: Path = run_folder(cfg, command)
     cfg.run_dir = str(folder)
     # A command that goes on with this run needs the same folders of configuration.
     folders = [f"--config-dir={path.resolve()}" for path in arguments.config_dirs]
-    with Run(folder, command, [*folders, *arguments.words], show_traceback) as run:
+    with Run(folder, command, [*folders, *arguments.words], show_traceback, new) as run:
         run.save_config(cfg)
         if rank() == 0:
             save_composed(cfg, choices, folder)

@@ -1,4 +1,4 @@
-"""What composition alone does not catch: missing values, unknown top-level keys, paths that are not there."""
+"""What composition alone does not catch: missing values, unknown keys, wrong types, paths that are not there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dare_lightning.cli.diagnose import keys_of
@@ -15,6 +15,7 @@ from dare_lightning.cli.errors import UserError
 from dare_lightning.cli.signatures import unknown_arguments
 from dare_lightning.cli.suggest import closest, hint
 from dare_lightning.cli.tree import COMMANDS, ConfTree
+from dare_lightning.cli.values import wrong_defaults, wrong_values
 
 _INPUT_KEY = re.compile(r"(^|_)(path|paths)$")
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
@@ -34,6 +35,7 @@ def check(command: str, cfg: DictConfig, config_dirs: Sequence[Path] = ()) -> No
     if not problems:
         problems += [p for key, value in _inputs(cfg) if (p := _absent(key, value)) is not None]
         problems += _unknown_arguments(cfg)
+        problems += dict.fromkeys([*wrong_defaults(cfg, tree.keys(command, {})), *wrong_values(cfg)])
     if problems:
         raise UserError(*problems)
 
@@ -79,7 +81,7 @@ def _inputs(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, str]]:
         elif _INPUT_KEY.search(str(name)) and value is not None:
             if isinstance(value, str) and value.startswith("~"):
                 node[name] = value = str(Path(value).expanduser())
-            for item in [value] if isinstance(value, str) else value:
+            for item in value if isinstance(value, ListConfig) else [value]:
                 yield f"{prefix}{name}", str(item)
 
 

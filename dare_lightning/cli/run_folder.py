@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
+import shutil
 import sys
 import time
 import traceback
@@ -23,6 +25,10 @@ RUN_DIR_VARIABLE = "DARE_RUN_DIR"
 """Set by rank 0, so that the ranks it starts share its folder."""
 INTERRUPTED = 130
 TERMINATED = 143
+
+_OWN_FILES = {"config.yaml", "overrides.txt", "composed.json", "status.json", "job.log"}
+# Errors whose message says what to do.
+_EXPLAINED = (UserError, ValueError, OSError, ImportError)
 
 log = logging.getLogger("dare_lightning")
 
@@ -64,6 +70,16 @@ def run_folder(cfg: DictConfig, command: str) -> Path:
     return folder
 
 
+def warn_of_earlier_run(run_dir: str | None) -> None:
+    """Say that a run starts anew in a folder where there was one already, and how to go on with that one instead."""
+    if run_dir is None or not (Path(run_dir) / "status.json").is_file():
+        return
+    saved = Path(run_dir) / "checkpoints"
+    go_on = shlex.quote(f"ckpt_path={saved}")
+    way_out = f"to go on with that one, add {go_on}" if any(saved.glob("*.ckpt")) else "it left no checkpoint"
+    say(f"warning: run_dir={run_dir} holds an earlier run and this one starts anew; {way_out}")
+
+
 def write_beside_earlier(file: Path, text: str) -> None:
     """Write a file; one of this name with another content becomes `<name>.1.<suffix>`, the next `.2`, and so on."""
     if file.exists() and file.read_text(encoding="utf-8") != text:
@@ -86,13 +102,17 @@ class Run:
         folder: the run's folder, which exists.
         command, words: what was asked for, kept for a rerun.
         show_traceback: print the traceback of an error as well.
+        new: whether the folder was made for this run; it goes again where a mistake keeps the run from starting.
     """
 
-    def __init__(self, folder: Path, command: str, words: Sequence[str], show_traceback: bool = False) -> None:
+    def __init__(
+        self, folder: Path, command: str, words: Sequence[str], show_traceback: bool = False, new: bool = False
+    ) -> None:
         self.folder = folder
         self.command = command
         self.words = list(words)
         self.show_traceback = show_traceback
+        self.new = new
         self.exit_code = 0
         name = "job.log" if rank() == 0 else f"job.rank{rank()}.log"
         self._file = logging.FileHandler(folder / name, encoding="utf-8")
@@ -126,7 +146,20 @@ class Run:
         self._write_status(status, message)
         logging.getLogger().removeHandler(self._file)
         self._file.close()
+        if self.new and error is not None and _kept_from_starting(error):
+            self._remove()
         return True
+
+    def _remove(self) -> None:
+        """Take the folder away, and those above it that were made for it, unless something else lies there."""
+        if rank() > 0 or {path.name for path in self.folder.iterdir()} - _OWN_FILES:
+            return
+        shutil.rmtree(self.folder)
+        in_use = (Path.cwd(), *Path.cwd().parents)
+        for parent in list(self.folder.parents)[:2]:  # the command's, and that of all runs
+            if parent.resolve() in in_use or any(parent.iterdir()):
+                break
+            parent.rmdir()
 
     def _failed(self, error: BaseException) -> tuple[str, str]:
         details = "".join(traceback.format_exception(error))
@@ -148,7 +181,7 @@ class Run:
         message = describe(error)
         self._log_to_file(logging.ERROR, f"{message}\n{details}")
         fail(message, details if self.show_traceback else None)
-        if not self.show_traceback:
+        if not self.show_traceback and not (self.new and _kept_from_starting(error)):
             say(f"the traceback is in {self._file.baseFilename}")
         return "failed", message
 
@@ -170,14 +203,27 @@ class Run:
         (self.folder / "status.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
+def _while_building(error: BaseException) -> bool:
+    return type(error).__module__.startswith("hydra.") and error.__cause__ is not None
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while _while_building(error):
+        assert error.__cause__ is not None
+        error = error.__cause__
+    return error
+
+
+def _kept_from_starting(error: BaseException) -> bool:
+    """Whether a mistake that its message explains came up before there was anything to run."""
+    return isinstance(error, UserError) or (_while_building(error) and isinstance(_innermost(error), _EXPLAINED))
+
+
 def describe(error: BaseException) -> str:
     """One readable message: the innermost cause of an error while building an object, named with its key."""
-    cause: BaseException = error
-    while type(cause).__module__.startswith("hydra.") and cause.__cause__ is not None:
-        cause = cause.__cause__
+    cause = _innermost(error)
     text = str(cause).strip() or "no message"
-    named = isinstance(cause, UserError | ValueError | OSError | ImportError)
-    message = text if named else f"{type(cause).__name__}: {text}"
+    message = text if isinstance(cause, _EXPLAINED) else f"{type(cause).__name__}: {text}"
     if cause is error:
         return message
     where = [line.split(":", 1)[1].strip() for line in str(error).splitlines() if line.startswith("full_key:")]

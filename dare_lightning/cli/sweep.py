@@ -15,6 +15,7 @@ from omegaconf import DictConfig, open_dict
 from dare_lightning.cli.arguments import Arguments
 from dare_lightning.cli.checks import check
 from dare_lightning.cli.compose import compose, expand_sweep, multirun_with_plugins
+from dare_lightning.cli.contents import check_contents
 from dare_lightning.cli.errors import UserError
 from dare_lightning.cli.jobs import STATUS_FILE, SWEEP_FILE, Job, Runner, Sweep, main_module, report
 from dare_lightning.cli.run_folder import new_folder
@@ -82,6 +83,7 @@ def _checked(arguments: Arguments, planned: Sequence[Sequence[str]]) -> DictConf
             with open_dict(cfg):
                 cfg.pop("hydra")
             check(str(arguments.command), cfg, arguments.config_dirs)
+            check_contents(cfg)
         except UserError as error:
             problems |= dict.fromkeys(error.problems)
         else:

@@ -37,9 +37,10 @@ def dare(tmp_path: Path, environment: dict[str, str]) -> Callable[..., Finished]
 
 @pytest.fixture
 def tiny(dare: Callable[..., Finished], tmp_path: Path) -> Callable[..., Finished]:
-    """The same program with a `fit` that ends in a moment, and a model folder that exists."""
+    """The same program with a `fit` that ends in a moment, and a folder that looks like a model."""
 
     def run(*words: str) -> Finished:
+        (tmp_path / "config.json").write_text("{}")
         fixed = () if "--rerun-failed" in words else (f"model.path={tmp_path}", "logger=none")
         return dare("fit", *words, *fixed, module="tests.cli.program")
 

@@ -94,7 +94,7 @@ def test_a_folder_of_the_users_own_configuration_is_found(dare: Dare, tmp_path: 
         (["fit", "seed=1,2", "model.path=."], "--multirun"),
         (["export", "trainer=cpu"], "export has no trainer"),
         (["fit", "--multirun", "seed=1,2", "methd=d1", "model.path=."], "method"),
-        (["fit", "--multirun", "method=d1,sfft", "model.path=."], "sft"),
+        (["fit", "--multirun", "method=d1,sfft"], "sft"),
         (["fit", "model=null"], "llada_8b"),
         (["completion", "bsh"], "bash"),
     ],
@@ -123,13 +123,24 @@ def test_every_mistake_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -
     assert len(capsys.readouterr().err.strip().splitlines()) == 3
 
 
-@pytest.mark.parametrize("word", ["methd=d1", "+method.clipp=1"])
-def test_a_mistake_is_found_before_anything_heavy_is_loaded(dare: Dare, word: str) -> None:
-    result = dare("fit", "model.path=.", word, python=("-X", "importtime"))
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["methd=d1"],
+        ["+method.clipp=1", "data.group_size=abc", "trainer.max_epochs=x", "method.kl_coef=[1]"],
+        ["data.group_size=1"],
+    ],
+    ids=["names", "types", "sizes"],
+)
+def test_mistakes_are_found_before_anything_heavy_is_loaded(dare: Dare, words: list[str], tmp_path: Path) -> None:
+    result = dare("fit", *words, python=("-X", "importtime"))
     assert result.returncode == 2
     for heavy in ("torch", "lightning", "transformers", "mlflow"):
         assert f"| {heavy}\n" not in result.stderr.replace("|   ", "| ").replace("  ", "")
+    for word in words:
+        assert f"error: {word.lstrip('+').split('=')[0]}" in result.stderr
     assert "Traceback" not in result.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_traceback_is_one_flag_away(dare: Dare) -> None:

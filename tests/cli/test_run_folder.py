@@ -53,6 +53,25 @@ def test_a_failed_run_shows_one_line_and_logs_the_traceback(tiny: Tiny, tmp_path
     assert json.loads((folder / "status.json").read_text())["status"] == "failed"
 
 
+def test_a_mistake_found_while_building_leaves_no_folder(tiny: Tiny, tmp_path: Path) -> None:
+    result = tiny("seed=5")
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == ["training with seed 5", "error: data: the sizes do not divide"]
+    assert not (tmp_path / "runs").exists()
+    assert tiny("seed=5", "run_dir=asked").returncode == 1
+    assert "the sizes do not divide" in (tmp_path / "asked" / "job.log").read_text()
+
+
+def test_a_folder_that_is_used_again_is_said_aloud(tiny: Tiny, tmp_path: Path) -> None:
+    assert "warning" not in tiny("seed=7", "run_dir=here").stderr
+    assert "warning: run_dir=here holds an earlier run" in tiny("seed=8", "run_dir=here").stderr
+    (tmp_path / "here" / "checkpoints").mkdir()
+    (tmp_path / "here" / "checkpoints" / "step-00000001.ckpt").touch()
+    (line,) = [line for line in tiny("seed=9", "run_dir=here").stderr.splitlines() if "warning" in line]
+    assert line.endswith("to go on with that one, add ckpt_path=here/checkpoints")
+    assert "warning" not in tiny("seed=9", "run_dir=here", "ckpt_path=here/checkpoints").stderr
+
+
 def test_an_unforeseen_error_names_its_kind(tiny: Tiny) -> None:
     assert "error: RuntimeError: the buffer is empty" in tiny("seed=2").stderr
 
