@@ -37,7 +37,7 @@ def _model(model: Any) -> Iterator[str]:
     folder = Path(path)
     if not folder.is_dir():
         yield f"model.path={path}: a file; name the folder that has config.json and the weights"
-    elif not (folder / "config.json").is_file():
+    elif not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         inside = sorted(file.parent for file in folder.glob("*/config.json"))
         way_out = f"did you mean {inside[0]}?" if inside else "name the folder that has it beside the weights"
         yield f"model.path={path}: the folder has no config.json; {way_out}"

@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from dare_lightning.cli.app import main
+from dare_lightning.cli.contents import check_contents
 from dare_lightning.cli.values import wrong_defaults, wrong_values
 
 
@@ -105,3 +106,9 @@ def test_what_files_and_sizes_say_is_found_before_anything_is_loaded(
     ]
     (line,) = _refused(["model.path=empty.jsonl"], capsys)
     assert line.endswith("empty.jsonl: a file; name the folder that has config.json and the weights")
+
+
+def test_an_adapter_alone_is_a_model_folder(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").touch()
+    model = {"_target_": "dare_lightning.families.load.load_policy", "path": str(tmp_path)}
+    check_contents(OmegaConf.create({"model": model}))
