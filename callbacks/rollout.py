@@ -196,7 +196,7 @@ class RolloutCallback(L.Callback):
             batch = self._with_advantages(data, method, batch, prompts, verdicts)
             judged = time.perf_counter()
             batch = self._frozen(data, method, batch)
-            gaps = log_prob_gaps(method.policy, batch.to(method.device), self.backend.capabilities, self.gap_samples)
+            gaps = log_prob_gaps(method.policy, batch, self.backend.capabilities, self.gap_samples)
         values = verdict_metrics(verdicts) | _shape_metrics(batch, texts, data.group_size)
         lengths = sum(values["length"])
         values["log_prob_gap"] = gaps.tolist()

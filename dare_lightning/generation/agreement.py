@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ def log_prob_gaps(policy: PolicyModel, batch: SequenceBatch, offered: Capabiliti
 
     Args:
         policy: with the weights that generated.
-        batch: on the policy's device.
+        batch: on any device.
         offered: by the backend that generated.
         samples: completions that are looked at, at most; each costs a forward pass.
     """
@@ -32,7 +34,9 @@ def log_prob_gaps(policy: PolicyModel, batch: SequenceBatch, offered: Capabiliti
     if samples < 1 or not (offered.commit_steps and offered.log_probs) or reported is None or written is None:
         return torch.zeros(0)
     places = torch.linspace(0, len(batch) - 1, min(samples, len(batch)), device=batch.ids.device).long()
-    chosen, steps, reported = batch.select(places), written[places], reported[places]
+    own = next(policy.parameters()).device
+    chosen = replace(batch, states=None, proposals=None, confidence=None).select(places).to(own)
+    steps, reported = written[places].to(own), reported[places].to(own)
     counted = chosen.response_mask & (steps >= 0)
     at = draw_steps(steps, counted, chosen.noise_seed, (_GAP,), most=1).at
     rows = states_from_steps(chosen.ids, chosen.response_mask, steps, counted, policy.mask_token_id, at)

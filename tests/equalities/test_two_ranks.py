@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from dare_lightning.callbacks.budget import Budget
 from tests.equalities.conftest import Record, weights
 from tests.equalities.runs import RUNS
 from tests.equalities.two_ranks import BOUNDARY, INSIDE
@@ -16,8 +17,9 @@ from tests.processes import Process, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-# Clocks, a maximum that is taken over each micro-batch, and what is looked at in a few completions of each rank.
-OWN = ("rollout/seconds", "rollout/tokens_per_second", "train/ratio_max", "rollout/log_prob_gap")
+# Clocks and memory, a maximum that is taken over each micro-batch, what is looked at in a few completions of each rank,
+# and passes: rows of one micro-batch that read the same are run once, and the micro-batches are others.
+OWN = ("rollout/seconds", "rollout/tokens_per_second", "train/ratio_max", "rollout/log_prob_gap", "cost/")
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +57,30 @@ def _compared(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]
 @pytest.mark.parametrize("name", RUNS)
 def test_two_ranks_are_one(name: str, two: Any) -> None:
     run, record = RUNS[name](), Record()
-    run.fit(logger=record)
+    run.fit(Budget(), logger=record)
     torch.testing.assert_close(two[name]["weights"], weights(run), rtol=1e-6, atol=1e-6)
     one, other = _compared(record.steps), _compared(two[name]["steps"])
     assert other.keys() == one.keys()
     for step, metrics in one.items():
         assert other[step] == pytest.approx(metrics, rel=1e-5, abs=1e-9), step
+    _assert_same_cost(two[name]["steps"], record)
     assert len(record.series("train/loss")) == 8
     assert max(record.series("train/grad_norm")) > 1e-3
+
+
+def _assert_same_cost(steps: dict[int, dict[str, float]], one: Record) -> None:
+    two = Record()
+    two.steps = steps
+    for purpose in ("rollout", "old_policy", "reference"):
+        assert two.series(f"cost/{purpose}_passes") == one.series(f"cost/{purpose}_passes")
+    for name in ("cost/update_passes", "cost/tokens"):
+        assert two.series(name) == pytest.approx(one.series(name), rel=0.2)
+
+
+def test_a_resume_of_two_ranks_goes_on_counting(two: Any) -> None:
+    for name in ("cost/passes", "cost/tokens"):
+        whole, resumed = ([s[name] for s in two[key]["steps"].values() if name in s] for key in ("online", "resumed"))
+        assert resumed[-1] == whole[-1]
 
 
 def test_ranks_share_the_samples_of_every_step(two: Any) -> None:

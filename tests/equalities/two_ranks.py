@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
+from dare_lightning.callbacks.budget import Budget
 from dare_lightning.parallel.collectives import rank_and_world
 from tests.equalities.conftest import Keep, Record, weights
 from tests.equalities.runs import RUNS
@@ -24,6 +25,7 @@ def fit(name: str, folder: Path, resume: Path | None = None) -> dict[str, Any]:
     run, record, keep = RUNS[name](), Record(), Keep(folder / name, at=[3, 4] if resume is None else [])
     run.fit(
         keep,
+        Budget(),
         ckpt_path=resume,
         devices=2,
         strategy=DDPStrategy(process_group_backend="gloo"),
