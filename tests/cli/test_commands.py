@@ -14,8 +14,8 @@ from dare_lightning.cli.inherit import compose_for_checkpoint
 from tests import processes
 
 FIT = [
-    *("model=new_tiny_llada", "method=d1", "peft=lora", "logger=csv", "seed=5", "trainer=cpu", "trainer.max_epochs=1"),
-    *("trainer.check_val_every_n_epoch=1", "data.train_prompts=8", "data.val_prompts=4", "data.group_size=4"),
+    *("model=new_tiny_llada", "method=d1", "peft=lora", "logger=csv", "seed=5", "trainer=cpu", "budget.max_passes=1"),
+    *("trainer.check_val_every_n_epoch=5", "data.train_prompts=8", "data.val_prompts=4", "data.group_size=4"),
     *("data.prompts_per_rollout=2", "data.micro_batch=4"),
 ]
 
@@ -27,6 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = processes.run("dare_lightning", "fit", *FIT, "run_dir=first=run 1", cwd=folder)
     assert done.returncode == 0, done.stderr
     (folder / "output.txt").write_text(done.stdout)
+    (folder / "errors.txt").write_text(done.stderr)
     return folder
 
 
@@ -45,6 +46,15 @@ def test_a_checkpoint_brings_its_runs_configuration(checkpoint: str) -> None:
     assert cfg.seed == 5
     assert cfg.rollout.backend.steps == 2
     assert not compose_for_checkpoint("eval", [f"ckpt_path='{checkpoint}'", "peft=null"]).get("peft")
+
+
+def test_a_run_that_its_budget_ends_says_so_and_ends_as_any_other(checkpoint: str, folder: Path) -> None:
+    result = json.loads((folder / "first=run 1" / "result.json").read_text())
+    made = int(result["cost/passes"])
+    assert f"budget.max_passes=1 ({made} made) is spent: training ends here" in (folder / "errors.txt").read_text()
+    assert "Done: 1 rollouts" in (folder / "output.txt").read_text()
+    assert result["cost/rollout_passes"] + result["cost/training_passes"] == made > 0
+    assert (folder / "first=run 1" / "model" / "adapter_config.json").is_file()
 
 
 def test_eval_scores_the_held_out_prompts(checkpoint: str, folder: Path) -> None:
