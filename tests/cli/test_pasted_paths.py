@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import DictConfig
 
 from dare_lightning.cli.compose import compose, expand_sweep
 from dare_lightning.cli.quoting import quote_path
@@ -26,19 +27,32 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_pasted_path_means_itself(name: str) -> None:
-    cfg = compose("fit", [quote_path(f"ckpt_path={name}"), quote_path(f"run_dir={name}")])
-    assert cfg.ckpt_path == name
-    assert cfg.run_dir == name
+@pytest.fixture(scope="module")
+def composed() -> DictConfig:
+    """Every name as two pasted values of one configuration, which takes a while to compose."""
+    words = [f"+data.n{n}_{kind}={name}" for n, name in enumerate(NAMES) for kind in ("path", "dir")]
+    return compose("fit", [*map(quote_path, words)])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_pasted_path_means_itself_in_a_sweep(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES)
+def test_a_pasted_path_means_itself(number: int, composed: DictConfig) -> None:
+    assert composed.data[f"n{number}_path"] == NAMES[number]
+    assert composed.data[f"n{number}_dir"] == NAMES[number]
+
+
+def test_pasted_paths_mean_themselves_in_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path(name).touch()
-    jobs = expand_sweep([quote_path(f"ckpt_path={name}", sweep=True), "seed=1,2"])
-    assert [compose("fit", job).ckpt_path for job in jobs] == [name, name]
+    for name in NAMES:
+        Path(name).touch()
+    words = [quote_path(f"+data.n{n}_path={name}", sweep=True) for n, name in enumerate(NAMES)]
+    for job in expand_sweep([*words, "seed=1,2"]):
+        data = compose("fit", job).data
+        assert [data[f"n{n}_path"] for n in range(len(NAMES))] == NAMES
+
+
+def test_keys_of_the_program_take_pasted_paths() -> None:
+    cfg = compose("fit", [quote_path(f"ckpt_path={NAMES[0]}"), quote_path(f"run_dir={NAMES[1]}")])
+    assert (cfg.ckpt_path, cfg.run_dir) == (NAMES[0], NAMES[1])
 
 
 def test_null_quotes_and_interpolations_keep_their_meaning() -> None:

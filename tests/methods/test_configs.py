@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import hydra
 import pytest
 import torch
 from hydra.errors import InstantiationException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 import dare_lightning.conf
 from dare_lightning.cli.compose import compose
@@ -22,8 +23,15 @@ METHODS = sorted(
 )
 
 
+@cache
+def _settings(name: str) -> DictConfig:
+    """What a method's file says; composing it takes a while."""
+    method: DictConfig = compose("fit", [f"method={name}"]).method
+    return method
+
+
 def _built(name: str, block_length: int | None = None) -> Any:
-    config = OmegaConf.to_container(compose("fit", [f"method={name}"]).method, resolve=True)
+    config = OmegaConf.to_container(_settings(name), resolve=True)
     assert isinstance(config, dict)
     policy = TablePolicy(random_tables(), block_length=block_length)
     return hydra.utils.instantiate(config, policy=policy)
