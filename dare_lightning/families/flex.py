@@ -39,7 +39,7 @@ class Flex:
         self._lengths: tuple[int, int] | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if q.device.type == "cpu" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        if q.device.type == "cpu" and torch.is_grad_enabled() and any(part.requires_grad for part in (q, k, v)):
             raise ValueError("attention=flex has no backward pass on the CPU; train with sdpa, and roll out with flex")
         lengths = q.shape[2], k.shape[2]
         if self._lengths != lengths:

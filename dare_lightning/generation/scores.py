@@ -15,6 +15,9 @@ from dare_lightning.generation.schedule import Place, Plan
 Order = Literal["low_confidence", "topk_margin", "entropy", "random"]
 ORDERS: tuple[str, ...] = get_args(Order)
 
+_LAST = -1e30
+"""Below every score, and still a number under any noise of an order temperature."""
+
 
 class Score(Protocol):
     """How early a proposed token should be committed."""
@@ -100,10 +103,10 @@ class DeferredEnds:
         return self.inner.random
 
     def score(self, logits: Tensor, tokens: Tensor, uniform: Tensor | None) -> Tensor:
-        """See `Score.score`; -1 for end tokens, below every probability, also one that underflows to 0."""
+        """See `Score.score`; end tokens lie below everything: entropies may be large, probabilities underflow to 0."""
         ends = torch.isin(tokens, tokens.new_tensor(self.stop_token_ids))
         score = self.inner.score(without_tokens(logits, self.stop_token_ids), tokens, uniform)
-        return score.masked_fill(ends, -1.0)
+        return score.masked_fill(ends, _LAST)
 
 
 def score_of(order: Order) -> Score:
@@ -183,7 +186,7 @@ class EndRejection:
         step = place.step if self.within_block else place.first_step + place.step
         step = step.clamp(max=steps - 1).double()
         if self.ramp == "doubling":
-            grown = (2.0 ** (step + 1) - 1) / 2.0**steps
+            grown = 2.0 ** (step + 1 - steps) - 2.0**-steps
         else:
             grown = step / (steps - 1) if steps > 1 else torch.ones_like(step)
         return self.minimum + (self.maximum - self.minimum) * grown
@@ -211,7 +214,8 @@ class EndsLast:
 
     def adjust(self, score: Tensor, ends: Tensor, place: Place, steps: int) -> Tensor:
         """See `EndScore.adjust`."""
-        return score.masked_fill(ends, 0.0)
+        # What is deferred already stays where it is.
+        return torch.where(ends, score.clamp(max=0.0), score)
 
 
 def contested(

@@ -65,8 +65,9 @@ def _fast_dllm(args: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     if "alg" in args and cache is not None:
         # Any other name than confidence_threshold ranks by entropy.
         args |= {"first_column_first": True, "score_from": "sampled"}
+        eps = args.pop("eps", 1e-3)
         if args.pop("alg") != "confidence_threshold":
-            return args | {"remasking": "entropy", "schedule": DreamSchedule()}
+            return args | {"remasking": "entropy", "schedule": DreamSchedule(eps)}
         return args | {"schedule": ConfidenceThreshold(args.pop("threshold")), "steps": None}
     threshold, factor = args.pop("threshold", None), args.pop("factor", None)
     if args.pop("alg", None) == "confidence_threshold":

@@ -88,9 +88,10 @@ def test_suppressed_end_of_text_is_never_written_by_a_pass(backend, ending):
     assert bool((batch.ids[:, 3:] == END_OF_TURN).any())
 
 
+@pytest.mark.parametrize("remasking", ["low_confidence", "entropy"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_deferred_end_tokens_are_committed_after_the_others_of_their_pass(backend, ending, temperature):
-    settings = {"steps": 2, "max_new_tokens": 16, "temperature": temperature}
+def test_deferred_end_tokens_are_committed_after_the_others_of_their_pass(backend, ending, temperature, remasking):
+    settings = {"steps": 2, "max_new_tokens": 16, "temperature": temperature, "remasking": remasking}
     plain = backend(**settings).generate(PROMPTS, SEEDS)
     deferred = backend(**settings, defer_eos=True).generate(PROMPTS, SEEDS)
 

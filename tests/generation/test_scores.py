@@ -40,6 +40,21 @@ def test_deferred_end_tokens_come_after_everything_else(inner):
     assert score[0] < score[1]
 
 
+def test_deferred_end_tokens_come_after_proposals_of_any_entropy():
+    logits = torch.zeros(2, 40)  # 3.7 nats
+    score = DeferredEnds(NegativeEntropy(), (1, 2)).score(logits, torch.tensor([1, 0]), None)
+    assert score[0] < score[1]
+    assert EndsLast().adjust(score[None], torch.tensor([[True, False]]), place(0), 8).argmax() == 1
+
+
+def test_deferred_end_tokens_come_last_in_a_drawn_order():
+    score = DeferredEnds(Confidence(), (1,)).score(torch.zeros(2, 4), torch.tensor([1, 0]), None).expand(1000, -1)
+    uniform = torch.rand(1000, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    noisy = perturbed(score, 5.0, uniform)
+    assert bool((noisy[:, 0] < noisy[:, 1]).all())
+    assert bool(noisy.isfinite().all())
+
+
 @pytest.mark.parametrize("path", golden_files("generation/units-masked.json"))
 def test_scores_are_the_published_ones(path):
     unit = json.loads(path.read_text())["dream_sample_tokens"]
@@ -74,6 +89,11 @@ def test_rejection_counts_the_steps_of_the_whole_response_unless_told_otherwise(
     assert EndRejection(0.0, within_block=True).factor(later, 8).item() == pytest.approx(1 / 7)
     assert EndRejection(0.0).factor(place(3, 4, 4), 8).item() == 1.0
     assert EndRejection(0.2).factor(place(0), 1).item() == 1.0
+
+
+def test_a_doubling_factor_is_defined_for_any_number_of_steps():
+    late, last = (EndRejection(0.2, ramp="doubling").factor(place(step), 2000).item() for step in (1000, 1999))
+    assert (late, last) == (pytest.approx(0.2), pytest.approx(1.0))
 
 
 def test_only_end_tokens_lose_their_confidence():
