@@ -125,12 +125,16 @@ def test_every_module_imports_without_optional_packages() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=name)
-def test_files_and_functions_are_short(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").count("\n")
-    long = {f.name: f.end_lineno - f.lineno + 1 for f in functions(path) if f.end_lineno is not None}
-    assert lines <= MAX_FILE
-    assert {function: count for function, count in long.items() if count > MAX_FUNCTION} == {}
+def test_files_and_functions_are_short() -> None:
+    wrong = []
+    for path in PYTHON:
+        if (lines := path.read_text(encoding="utf-8").count("\n")) > MAX_FILE:
+            wrong.append(f"{name(path)}: {lines} lines")
+        for function in functions(path):
+            assert function.end_lineno is not None
+            if (lines := function.end_lineno - function.lineno + 1) > MAX_FUNCTION:
+                wrong.append(f"{name(path)}: {lines} lines of {function.name}")
+    assert wrong == []
 
 
 def public(nodes: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, Function | ast.ClassDef]]:
@@ -144,27 +148,26 @@ def public(nodes: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, Funct
                 yield from public(node.body, f"{node.name}.")
 
 
-@pytest.mark.parametrize("path", PACKAGE, ids=name)
-def test_modules_and_public_names_have_docstrings(path: Path) -> None:
+def test_modules_and_public_names_have_docstrings() -> None:
     # `forward` says what its class says; argparse calls `error` by that name.
     inherited = {"forward", "error"}
-    missing = [
-        where for where, node in public(tree(path).body) if node.name not in inherited and not ast.get_docstring(node)
-    ]
-    assert missing == []
-    assert ast.get_docstring(tree(path)) or not tree(path).body
+    wrong = [name(path) for path in PACKAGE if tree(path).body and not ast.get_docstring(tree(path))]
+    for path in PACKAGE:
+        for where, node in public(tree(path).body):
+            if node.name not in inherited and not ast.get_docstring(node):
+                wrong.append(f"{name(path)}: {where}")
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", PACKAGE, ids=name)
-def test_signatures_are_typed(path: Path) -> None:
+def test_signatures_are_typed() -> None:
     untyped = []
-    for function in functions(path):
-        arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-        untyped += [
-            f"{function.name}({a.arg})" for a in arguments if a.annotation is None and a.arg not in ("self", "cls")
-        ]
-        if function.returns is None:
-            untyped.append(function.name)
+    for path in PACKAGE:
+        for function in functions(path):
+            arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+            bare = [a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls")]
+            untyped += [f"{name(path)}: {function.name}({argument})" for argument in bare]
+            if function.returns is None:
+                untyped.append(f"{name(path)}: {function.name}")
     assert untyped == []
 
 
@@ -195,9 +198,13 @@ FORBIDDEN = re.compile(
 )
 
 
-@pytest.mark.parametrize("path", [p for p in TEXTS if p != Path(__file__).resolve()], ids=name)
-def test_texts_speak_of_the_project_alone(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert [f"{n}: {line}" for n, line in enumerate(lines, 1) if FORBIDDEN.search(line)] == []
-    if path in PACKAGE:
-        assert [line for line in lines if re.search(r"(?<![\w.])/tmp/", line)] == []
+def test_texts_speak_of_the_project_alone() -> None:
+    wrong = []
+    for path in TEXTS:
+        if path == Path(__file__).resolve():
+            continue
+        own = path in PACKAGE
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if FORBIDDEN.search(line) or (own and re.search(r"(?<![\w.])/tmp/", line)):
+                wrong.append(f"{name(path)}:{number}: {line}")
+    assert wrong == []
