@@ -62,6 +62,13 @@ def test_a_mistake_found_while_building_leaves_no_folder(tiny: Tiny, tmp_path: P
     assert "the sizes do not divide" in (tmp_path / "asked" / "job.log").read_text()
 
 
+def test_parts_that_do_not_fit_leave_no_folder_either(dare: Tiny, tmp_path: Path) -> None:
+    result = dare("fit", "data.micro_batch=5", "logger=none", "trainer=cpu")
+    assert result.returncode == 2
+    assert "not a multiple of data.micro_batch=5" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_is_used_again_is_said_aloud(tiny: Tiny, tmp_path: Path) -> None:
     assert "warning" not in tiny("seed=7", "run_dir=here").stderr
     assert "warning: run_dir=here holds an earlier run" in tiny("seed=8", "run_dir=here").stderr

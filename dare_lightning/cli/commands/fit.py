@@ -20,6 +20,7 @@ from dare_lightning.callbacks.tracking import MLflowLogger
 from dare_lightning.cli.benchmarks import as_written, failed_benchmarks
 from dare_lightning.cli.build import Objects, build
 from dare_lightning.cli.console import say
+from dare_lightning.cli.errors import UserError
 from dare_lightning.cli.run_folder import TERMINATED
 from dare_lightning.datamodules.prompts import PromptDataModule
 from dare_lightning.export import export_policy
@@ -32,12 +33,16 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
     """Train, validate, export; returns the exit status.
 
     Raises:
+        UserError: the parts do not fit each other; nothing was started.
         SystemExit: asked to terminate (SIGTERM), with status 143.
         KeyboardInterrupt: interrupted.
     """
     # Checkpoints hold tensors, numbers and strings only, so that reading one cannot run code.
     resume = resume_path(cfg)
-    objects = build(cfg, run_dir)
+    try:
+        objects = build(cfg, run_dir)
+    except ValueError as error:  # parts that do not fit each other
+        raise UserError(str(error)) from error
     summary = next((c for c in _callbacks(objects.trainer) if isinstance(c, Summary)), None)
     if summary is not None:
         summary.show = False
