@@ -61,26 +61,33 @@ def decoding(policy: SDAR, prompts: list[list[int]], new_tokens: int) -> dict[st
 
 @torch.no_grad()
 def plain_decode(policy: SDAR, prompts: list[list[int]], new_tokens: int) -> list[Tensor]:
-    """One row after the other, the whole prefix at every step, all logits."""
-    rows = []
+    """All rows at the same block, the whole prefix at every step, all logits."""
+    starts = [len(prompt) // BLOCK * BLOCK for prompt in prompts]
+    ends = [
+        max(starts) - start + -(-(len(prompt) + new_tokens) // BLOCK) * BLOCK
+        for start, prompt in zip(starts, prompts, strict=True)
+    ]
+    ids = torch.full((len(prompts), max(ends)), policy.pad_token_id)
+    exists = torch.zeros_like(ids, dtype=torch.bool)
+    for row, (start, end, prompt) in enumerate(zip(starts, ends, prompts, strict=True)):
+        first = max(starts) - start
+        ids[row, first:end] = policy.mask_token_id
+        ids[row, first : first + len(prompt)] = torch.tensor(prompt)
+        exists[row, first:end] = True
     with using_attention(policy, "eager"):
-        for prompt in prompts:
-            blocks = -(-(len(prompt) + new_tokens) // BLOCK)
-            ids = torch.full((1, blocks * BLOCK), policy.mask_token_id)
-            ids[0, : len(prompt)] = torch.tensor(prompt)
-            for block in range(len(prompt) // BLOCK, blocks):
-                window = ids[:, : (block + 1) * BLOCK]
-                while bool((open_ := window[0] == policy.mask_token_id).any()):
-                    logits = policy(window)[0]
-                    share = logits.softmax(-1)
-                    logits[:, policy.mask_token_id] = -torch.inf
-                    logits[:, len(policy.tokenizer) :] = -torch.inf
-                    token = logits.argmax(-1)
-                    sure = share.gather(-1, token[:, None])[:, 0]
-                    best = int(sure.masked_fill(~open_, -1.0).argmax())
-                    window[0, best] = token[best]
-            rows.append(ids[0])
-    return rows
+        for end in range(max(starts) + BLOCK, max(ends) + 1, BLOCK):
+            window, there = ids[:, :end], exists[:, :end]
+            while bool((open_ := window == policy.mask_token_id).any()):
+                logits = policy(window, there)
+                share = logits.softmax(-1)
+                logits[..., policy.mask_token_id] = -torch.inf
+                logits[..., len(policy.tokenizer) :] = -torch.inf
+                token = logits.argmax(-1)
+                sure = share.gather(-1, token[..., None])[..., 0]
+                best = sure.masked_fill(~open_, -1.0).argmax(1)
+                rows = open_.any(1).nonzero().flatten()
+                window[rows, best[rows]] = token[rows, best[rows]]
+    return [row[there] for row, there in zip(ids, exists, strict=True)]
 
 
 def supervised(policy: SDAR, columns: int) -> dict[str, Any]:
