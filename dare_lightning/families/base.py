@@ -223,7 +223,7 @@ def chosen_log_probs(
         float [N], at least float32.
     """
 
-    size = max(1, MAX_LOGITS // policy.logits(hidden[:0].detach()).shape[-1])
+    size, again = max(1, MAX_LOGITS // policy.logits(hidden[:0].detach()).shape[-1]), False
     if (fused := fused_log_probs(policy.head_weight, hidden, targets, temperature)) is not None:
         if entropy is not None:
             with torch.no_grad():
@@ -237,7 +237,8 @@ def chosen_log_probs(
         if temperature != 1:
             logits = logits / temperature
         normalizer = logits.logsumexp(-1)
-        if entropy is not None:
+        # Some gradient plans differentiate these pieces while others are still to be scored.
+        if entropy is not None and not again:
             entropy.add(logits, normalizer)
         return logits.gather(-1, wanted[:, None]).squeeze(-1) - normalizer
 
@@ -247,6 +248,7 @@ def chosen_log_probs(
         checkpoint(score, states, wanted, use_reentrant=False, preserve_rng_state=False)
         for states, wanted in zip(hidden.split(size), targets.split(size), strict=True)
     ]
+    again = True
     return torch.cat(pieces)
 
 

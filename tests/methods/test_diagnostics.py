@@ -66,6 +66,14 @@ def test_entropy_is_the_same_in_pieces_and_has_no_gradient(monkeypatch: pytest.M
     assert pieces.metrics()["entropy"] == found  # although the backward pass scored all again
 
 
+def test_pieces_that_are_differentiated_one_by_one_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = {"advantage": torch.tensor([1.0, 0.5, -1.0])}
+    settings: dict[str, Any] = {"samples": 4, "gradient_plan": "accumulate", "rows_per_forward": 1}
+    whole = measured(BGPO(tiny_llada(), SGD, **settings), **columns)["entropy"]
+    monkeypatch.setattr(base, "MAX_LOGITS", 80)  # two tokens a piece
+    torch.testing.assert_close(measured(BGPO(tiny_llada(), SGD, **settings), **columns)["entropy"], whole)
+
+
 def test_beside_a_fused_head_some_positions_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     # The kernel runs on a GPU alone; what it gives is that of the plain head.
     policy, targets = tiny_llada(), torch.arange(5, 17)
