@@ -19,7 +19,7 @@ class Comparison:
     Attributes:
         items: questions compared.
         first, second: percent right, mean over the parts.
-        interval: of the difference; 95 % by the paired bootstrap.
+        interval: of the difference; 95 % by the paired bootstrap over questions, whose repetitions stay together.
         to_right, to_wrong: ids of the items that flipped.
         notes: what else differs and so may explain it.
     """
@@ -49,39 +49,46 @@ def compare(first: BenchmarkResult, second: BenchmarkResult, seed: int = 0) -> C
     known = {item.id: item for item in first.items}
     pairs = [(known[item.id], item) for item in second.items if item.id in known]
     same = [(a, b) for a, b in pairs if a.prompt_sha256 == b.prompt_sha256]
+    if not pairs:
+        return "no item is in both: their parts, limits or repeats differ"
     if not same:
         return "no question was asked in both in the same words"
     parts: dict[str, list[tuple[bool, bool]]] = {}
+    questions: dict[str, dict[str, list[int]]] = {}
     for a, b in same:
-        parts.setdefault(a.id.rpartition("/")[0], []).append((a.right, b.right))
+        part, _, number = a.id.rpartition("/")
+        parts.setdefault(part, []).append((a.right, b.right))
+        # Answers to one question are no independent draws; 8 of them must not narrow the interval like 8 questions.
+        questions.setdefault(part, {}).setdefault(number.partition(".")[0], []).append(int(b.right) - int(a.right))
+    differences = [[sum(q) / len(q) for q in part.values()] for part in questions.values()]
     return Comparison(
         items=len(same),
         first=mean_of_parts({name: [a for a, _ in values] for name, values in parts.items()}),
         second=mean_of_parts({name: [b for _, b in values] for name, values in parts.items()}),
-        interval=paired_interval([[int(b) - int(a) for a, b in values] for values in parts.values()], seed),
+        interval=paired_interval(differences, seed),
         to_right=[a.id for a, b in same if b.right and not a.right],
         to_wrong=[a.id for a, b in same if a.right and not b.right],
         notes=_notes(first, second, len(pairs) - len(same)),
     )
 
 
-def paired_interval(differences: Sequence[Sequence[int]], seed: int, level: float = 0.95) -> tuple[float, float]:
+def paired_interval(differences: Sequence[Sequence[float]], seed: int, level: float = 0.95) -> tuple[float, float]:
     """Percentile interval of the mean over parts of the mean difference, in points of percent.
 
-    The items of each part are drawn with replacement, as many as there are; the draw depends on `seed` alone.
+    The questions of each part are drawn with replacement, as many as there are; the draw depends on `seed` alone.
 
     Args:
-        differences: for each part the items' differences, each -1, 0 or 1.
+        differences: for each part the questions' differences, each in [-1, 1].
 
     Source: the paired bootstrap test (Efron and Tibshirani 1993, chapter 13), stratified by part.
     """
     rng = np.random.default_rng(seed)
     means = np.zeros(RESAMPLES)
     for values in differences:
-        # Only how often each of the three values is drawn matters.
-        counts = np.array([sum(value == kind for value in values) for kind in (-1, 0, 1)])
+        # Only how often each value is drawn matters.
+        kinds, counts = np.unique(np.asarray(values, dtype=np.float64), return_counts=True)
         drawn = rng.multinomial(len(values), counts / len(values), size=RESAMPLES)
-        means += (drawn[:, 2] - drawn[:, 0]) / len(values)
+        means += drawn @ kinds / len(values)
     tail = (1 - level) / 2
     low, high = np.quantile(100 * means / len(differences), [tail, 1 - tail])
     return float(low), float(high)

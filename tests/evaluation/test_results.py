@@ -93,6 +93,20 @@ def test_the_interval_is_that_of_a_normal_mean_where_there_is_much() -> None:
     assert paired_interval([differences], seed=1) == (low, high)
 
 
+def test_answers_to_one_question_do_not_narrow_the_interval_as_questions_would() -> None:
+    def asked(repeats: int, better: bool) -> BenchmarkResult:
+        answers = [(n, repeat, better and n % 3 == 0) for n in range(30) for repeat in range(repeats)]
+        items = [item(n, right, prompt=f"{n}") for n, _, right in answers]
+        names = [f"a/{n}.{repeat}" if repeats > 1 else f"a/{n}" for n, repeat, _ in answers]
+        return result(*(replace(one, id=name) for one, name in zip(items, names, strict=True)))
+
+    once, often = (compare(asked(repeats, False), asked(repeats, True)) for repeats in (1, 8))
+    assert isinstance(once, Comparison)
+    assert isinstance(often, Comparison)
+    assert (often.items, often.interval) == (240, once.interval)
+    assert compare(asked(1, False), asked(8, False)) == "no item is in both: their parts, limits or repeats differ"
+
+
 def test_prompts_become_conversations() -> None:
     mark = {"section": "round", "pos": "begin"}
     asked = [mark, {"role": "SYSTEM", "prompt": "s"}, "\n", {"role": "HUMAN", "prompt": "q"}]
