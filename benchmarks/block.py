@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from dare_lightning.diffusion.rows import Rows
 from dare_lightning.families.attention import View
 from dare_lightning.families.base import using_attention
 from dare_lightning.families.block import count_blocks
+from dare_lightning.families.cost import Cost
 from dare_lightning.families.sdar import SDAR
 from dare_lightning.families.tiny import character_tokenizer, sdar_config
 from dare_lightning.generation.block import BlockBackend
@@ -54,8 +55,8 @@ def decoding(policy: SDAR, prompts: list[list[int]], new_tokens: int) -> dict[st
     backend = BlockBackend(new_tokens, steps=MostConfident(), early_stop="never")
     backend.update_weights(policy, 0)
     backend.generate(prompts[:1], [0])
-    _, measured = timed(lambda: backend.generate(prompts, range(len(prompts))))
-    _, baseline = timed(lambda: plain_decode(policy, prompts, new_tokens))
+    measured = timed(lambda: backend.generate(prompts, range(len(prompts))))
+    baseline = timed(lambda: plain_decode(policy, prompts, new_tokens))
     return result(f"decoding {new_tokens} tokens, {len(prompts)} rows", baseline, measured)
 
 
@@ -106,7 +107,7 @@ def supervised(policy: SDAR, columns: int) -> dict[str, Any]:
         (-(scored * rows.weight).sum() / counted.denominator.sum()).backward()  # type: ignore[union-attr]
 
     ours()
-    (_, measured), (_, baseline) = timed(ours), timed(plain)
+    measured, baseline = timed(ours), timed(plain)
     return result(f"supervised step, 2 x {columns} tokens", baseline, measured)
 
 
@@ -141,7 +142,7 @@ def reinforcement(policy: SDAR, prompts: list[list[int]], new_tokens: int) -> di
         )
         (output.total.sum() / batch.denominator.sum()).backward()  # type: ignore[union-attr]
 
-    (_, measured), (_, baseline) = timed(ours), timed(plain)
+    measured, baseline = timed(ours), timed(plain)
     return result(f"reinforcement step, {len(prompts)} answers of {new_tokens} tokens", baseline, measured)
 
 
@@ -171,13 +172,35 @@ def fixed(ids: Tensor, prompt: int) -> SequenceBatch:
     return SequenceBatch(ids, exists, response, response, noise_seed=number, sample_index=number)
 
 
-def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """What it returns, and its seconds."""
+class Timed(NamedTuple):
+    """Attributes: seconds of a piece of work, the forward passes it made and the tokens that these read."""
+
+    seconds: float
+    passes: int
+    tokens: int
+
+
+def timed(work: Callable[[], Any]) -> Timed:
+    """What a piece of work cost."""
+    cost = Cost()
     started = time.perf_counter()
-    found = work()
-    return found, time.perf_counter() - started
+    with cost.spent_on("work"):
+        work()
+    return Timed(time.perf_counter() - started, cost.passes("work"), cost.tokens("work"))
 
 
-def result(case: str, baseline: float, measured: float) -> dict[str, Any]:
+def result(case: str, baseline: Timed, measured: Timed) -> dict[str, Any]:
     """A line of the table."""
-    return {"case": case, "unit": "s", "baseline": baseline, "measured": measured, "speedup": baseline / measured}
+    work = ", ".join(
+        f"{name} {found.passes:,} passes over {found.tokens:,} tokens"
+        for name, found in (("plain", baseline), ("ours", measured))
+    )
+    return {
+        "case": f"{case} ({work})",
+        "unit": "s",
+        "baseline": baseline.seconds,
+        "measured": measured.seconds,
+        "speedup": baseline.seconds / measured.seconds,
+        "passes": [baseline.passes, measured.passes],
+        "tokens_read": [baseline.tokens, measured.tokens],
+    }
