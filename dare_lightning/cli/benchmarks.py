@@ -18,6 +18,7 @@ from dare_lightning.cli.inherit import COMPOSED_FILE
 from dare_lightning.evaluation.compare import Comparison, compare
 from dare_lightning.evaluation.fingerprint import weights_fingerprint
 from dare_lightning.evaluation.results import BenchmarkResult, Record, find_record
+from dare_lightning.evaluation.runner import Suite
 from dare_lightning.families.base import PolicyModel
 
 SHOWN_FLIPS = 10
@@ -26,6 +27,13 @@ SHOWN_FLIPS = 10
 def names_of(cfg: DictConfig) -> list[str]:
     """The benchmarks that a configuration names."""
     return list((cfg.get("eval") or {}).get("benchmarks") or {})
+
+
+def check_benchmarks(cfg: DictConfig) -> None:
+    """Refuse benchmarks that cannot run, before weights are read. Raises as `Suite.check` does."""
+    if names_of(cfg):
+        benchmarks = {name: instantiate(node) for name, node in cfg.eval.benchmarks.items()}
+        Suite(benchmarks, cfg.eval.get("data_dir"), scoring_python=cfg.eval.get("scoring_python")).check()
 
 
 def build_benchmarks(cfg: DictConfig, run_dir: Path) -> list[OpenCompassEval]:

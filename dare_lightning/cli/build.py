@@ -20,7 +20,7 @@ from dare_lightning.callbacks.progress import Progress
 from dare_lightning.callbacks.rollout import RolloutCallback
 from dare_lightning.callbacks.tracking import MLflowLogger
 from dare_lightning.callbacks.validation import HeldOutValidation
-from dare_lightning.cli.benchmarks import build_benchmarks
+from dare_lightning.cli.benchmarks import build_benchmarks, check_benchmarks
 from dare_lightning.cli.devices import accelerator
 from dare_lightning.cli.errors import UserError
 from dare_lightning.datamodules.preference import PreferenceDataModule
@@ -68,6 +68,7 @@ def build(cfg: DictConfig, run_dir: Path) -> Objects:
     """
     L.seed_everything(cfg.seed, workers=True, verbose=False)  # dropout and third-party code; our draws have streams
     _check_family(cfg)
+    check_benchmarks(cfg)
     policy = build_policy(cfg)
     data = instantiate(cfg.data, policy=policy)
     method = instantiate(cfg.method, policy=policy)

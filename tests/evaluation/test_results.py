@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import signal
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from dare_lightning.cli.build import build
+from dare_lightning.cli.compose import compose
 from dare_lightning.evaluation.adapter import Answered, Asked, Asker, to_messages
 from dare_lightning.evaluation.benchmark import find_data
 from dare_lightning.evaluation.benchmarks.arc_c import ARCChallenge
@@ -152,6 +155,16 @@ def test_a_missing_file_is_named_with_its_source_and_its_place(tmp_path: Path, m
     monkeypatch.setenv("COMPASS_DATA_CACHE", str(tmp_path))
     assert find_data(GSM8K(), None) == tmp_path
     assert find_data(SudokuBenchmark(SudokuTask()), None) == tmp_path  # needs none
+
+
+def test_a_run_without_a_benchmarks_data_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    # The folder of the model is empty: reading a policy from it would fail otherwise.
+    model = [f"model.path={tmp_path}", "model=llada", "seed=1"]
+    missing = FileNotFoundError if importlib.util.find_spec("opencompass") else ImportError
+    for command, more in (("fit", []), ("eval", ["method=sft"])):
+        cfg = compose(command, [*model, "eval=[gsm8k]", f"eval.data_dir={tmp_path}", *more])
+        with pytest.raises(missing, match="no data/gsm8k/test.jsonl|OpenCompass"):
+            build(cfg, tmp_path)
 
 
 @pytest.mark.parametrize(
