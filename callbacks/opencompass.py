@@ -130,7 +130,7 @@ class OpenCompassEval(L.Callback):
             backend.validate(method.policy)
         self.suite.check()
         if stage == "fit":
-            self._check_monitors(trainer)
+            self.check_monitors(trainer)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -164,8 +164,12 @@ class OpenCompassEval(L.Callback):
         regular = self.unit == "rollouts" and self.every is not None and done % self.every == 0
         return (regular or (self.at_end and last)) and self._last_step != trainer.global_step
 
-    def _check_monitors(self, trainer: L.Trainer) -> None:
-        """Callbacks that monitor a score need it from the first validation on."""
+    def check_monitors(self, trainer: L.Trainer) -> None:
+        """Callbacks that monitor a score need it from the first validation on.
+
+        Raises:
+            ValueError: one would not find it.
+        """
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if not isinstance(callback, (ModelCheckpoint, EarlyStopping)):
                 continue

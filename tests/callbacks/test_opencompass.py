@@ -336,6 +336,15 @@ def test_results_are_compared_question_by_question(commands: Commands, capsys: p
     assert f"{items[0].id}\n" in said.partition("arc_c, ")[2]
 
 
+def test_a_score_that_is_monitored_and_not_measured_is_named_before_the_first_validation(
+    commands: Commands, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: eval/gsm8k}"
+    words = [word for word in FIT if word != "validate_first=false"]
+    commands.run(*words, f"eval.data_dir={data}", "run_dir=unseen", f"+callbacks.stop={stop}", status=2)
+    assert "monitors eval/gsm8k, which is not evaluated" in capsys.readouterr().err
+
+
 def test_a_failed_benchmark_fails_the_command_and_says_so(
     commands: Commands, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig
 
+from dare_lightning.callbacks.opencompass import OpenCompassEval
 from dare_lightning.callbacks.rollout_checkpoint import RolloutCheckpoint, newest_checkpoint
 from dare_lightning.callbacks.summary import Summary
 from dare_lightning.callbacks.tracking import MLflowLogger
@@ -25,6 +26,7 @@ from dare_lightning.cli.run_folder import TERMINATED
 from dare_lightning.datamodules.prompts import PromptDataModule
 from dare_lightning.export import export_policy
 from dare_lightning.families.adapters import has_adapter
+from dare_lightning.methods.plans import check_accumulation
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
     resume = resume_path(cfg)
     try:
         objects = build(cfg, run_dir)
+        _check_training(objects)
     except ValueError as error:  # parts that do not fit each other
         raise UserError(str(error)) from error
     summary = next((c for c in _callbacks(objects.trainer) if isinstance(c, Summary)), None)
@@ -62,6 +65,15 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
     if objects.trainer.is_global_zero:
         _finish(cfg, run_dir, objects, summary, keep=not start.seen)
     return 0
+
+
+def _check_training(objects: Objects) -> None:
+    """Refuse what training would, before a validation that comes first."""
+    if objects.method.gradient_plan == "accumulate":
+        check_accumulation(objects.trainer)
+    for callback in _callbacks(objects.trainer):
+        if isinstance(callback, OpenCompassEval):
+            callback.check_monitors(objects.trainer)
 
 
 @contextmanager
