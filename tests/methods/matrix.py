@@ -85,16 +85,21 @@ def needed_setting(name: str, policy: Any) -> tuple[str, Any] | None:
     return None
 
 
-def built(name: str, policy: Any) -> tuple[DiffusionPolicyModule, GenerationBackend]:
+def built(name: str, policy: Any, held: bool = False) -> tuple[DiffusionPolicyModule, GenerationBackend]:
     """The configured method and a backend that serves it on this policy.
+
+    Args:
+        held: pay for a divergence from the reference, where the method has one.
 
     Raises:
         Undefined: the method refuses the policy by name, or no rollout serves both.
     """
     cfg = configured(name)
+    kind, cfg = get_class(cfg.method._target_), copy.deepcopy(cfg)
     if (needed := needed_setting(name, policy)) is not None:
-        cfg = copy.deepcopy(cfg)
         cfg.method[needed[0]] = needed[1]
+    if held and kind.online and kind.uses_old_policy:
+        cfg.method.kl_coef = 0.01
     try:
         method: DiffusionPolicyModule = instantiate(cfg.method, policy=policy)
     except InstantiationException as refusal:

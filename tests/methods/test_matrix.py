@@ -48,7 +48,8 @@ def test_a_method_takes_two_steps_on_a_family(family: str, name: str, adapter: b
     if adapter:
         LoRA(rank=2, alpha=4.0).apply(policy)
     try:
-        method, backend = built(name, policy)
+        # An adapter's reference is the policy itself with the adapter switched off, which costs no copy.
+        method, backend = built(name, policy, held=adapter)
     except Undefined as reason:
         pytest.skip(str(reason))
     cfg, global_stream = configured(name), torch.get_rng_state()
@@ -72,6 +73,10 @@ def test_a_method_takes_two_steps_on_a_family(family: str, name: str, adapter: b
         if step == 0 and "ratio_mean" in metrics:
             total, weight = metrics["ratio_mean"]
             assert float(total / weight) == pytest.approx(1, abs=1e-5)
+            assert not adapter or "kl" in metrics
+            for divergence in {"old_kl", "kl"} & metrics.keys():
+                total, weight = metrics[divergence]
+                assert float(total / weight) == pytest.approx(0, abs=1e-6), divergence
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
