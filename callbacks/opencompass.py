@@ -119,6 +119,7 @@ class OpenCompassEval(L.Callback):
         self.file: Path | None = None
         self._service: PolicyService | None = None
         self._last_step = -1
+        self._first_step = 0
 
     # When.
 
@@ -132,12 +133,16 @@ class OpenCompassEval(L.Callback):
         if stage == "fit":
             self.check_monitors(trainer)
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """What a checkpoint was saved after has been evaluated by the run that saved it."""
+        self._first_step = trainer.global_step
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """After every `every` optimiser steps."""
         # A short last window of an epoch makes a step as well, so the step itself says whether one was made.
-        stepped = trainer.global_step > 0 and trainer.global_step != self._last_step
+        stepped = trainer.global_step > self._first_step and trainer.global_step != self._last_step
         if self.unit == "steps" and self.every is not None and stepped and trainer.global_step % self.every == 0:
             self._evaluate_and_log(trainer, pl_module)
 
