@@ -38,7 +38,7 @@ from dare_lightning.evaluation.results import Record, find_record
 from dare_lightning.families.tiny import new_tiny_llada
 from dare_lightning.generation.builtin import BuiltinBackend
 from dare_lightning.rewards.sudoku import SudokuReward
-from tests.equalities.conftest import Keep, Online, trainer, weights
+from tests.equalities.conftest import Online, trainer, weights
 from tests.equalities.conftest import Record as Logged
 from tests.evaluation.benchmark_files import SUBJECTS, arc, gsm8k, humaneval, mbpp, mmlu
 
@@ -199,25 +199,13 @@ def test_benchmark_and_reward_judge_a_policys_answers_alike(trained: Any, tmp_pa
     ]
 
 
-def steps_of(folder: Path) -> list[int]:
-    """After how many optimiser steps a run evaluated."""
-    return [Record.load(file).step for file in sorted((folder / "evaluations").glob("*.json"))]
-
-
-def test_a_resumed_run_does_not_repeat_the_evaluation_of_its_checkpoints_step(data: Path, tmp_path: Path) -> None:
-    resumed = tmp_path / "resumed"
-    evaluation = partial(callback, {"arc_c": ARCChallenge()}, data, every=3, unit="steps", at_end=False)
-    Online().fit(evaluation(), Keep(tmp_path, at=[3]), default_root_dir=tmp_path, max_steps=3)
-    Online().fit(evaluation(), ckpt_path=tmp_path / "inside-3.ckpt", default_root_dir=resumed)
-    assert (steps_of(tmp_path), steps_of(resumed)) == ([3], [6])
-
-
 def test_evaluations_by_steps_and_at_the_end(plain: tuple[Any, Draws], data: Path, tmp_path: Path) -> None:
     run, logged = Online(), Logged()
     evaluation = callback({"arc_c": ARCChallenge()}, data, every=3, unit="steps")
     L.seed_everything(1, verbose=False)
     run.fit(evaluation, logger=logged, default_root_dir=tmp_path)
-    assert steps_of(tmp_path) == [3, 6, 8]
+    steps = [Record.load(file).step for file in sorted((tmp_path / "evaluations").glob("*.json"))]
+    assert steps == [3, 6, 8]
     assert len(logged.series("eval/arc_c")) == 3
     torch.testing.assert_close(weights(run), plain[0], rtol=0, atol=0)
 
@@ -346,15 +334,6 @@ def test_results_are_compared_question_by_question(commands: Commands, capsys: p
     said = capsys.readouterr().out
     assert "sudoku" in said
     assert f"{items[0].id}\n" in said.partition("arc_c, ")[2]
-
-
-def test_a_score_that_is_monitored_and_not_measured_is_named_before_the_first_validation(
-    commands: Commands, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stop = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: eval/gsm8k}"
-    words = [word for word in FIT if word != "validate_first=false"]
-    commands.run(*words, f"eval.data_dir={data}", "run_dir=unseen", f"+callbacks.stop={stop}", status=2)
-    assert "monitors eval/gsm8k, which is not evaluated" in capsys.readouterr().err
 
 
 def test_a_failed_benchmark_fails_the_command_and_says_so(
