@@ -215,7 +215,11 @@ class _Part:
         from opencompass.tasks import OpenICLInferTask
 
         self.asker = asker
-        infer = OpenICLInferTask(task([self.description], self.place, batch_size=batch_size))
+        asked = self.description["infer_cfg"]
+        # Else it makes a folder where the command was started, which may be forbidden.
+        inferencer = {**asked["inferencer"], "output_json_filepath": str(self.place)}
+        described = {**self.description, "infer_cfg": {**asked, "inferencer": inferencer}}
+        infer = OpenICLInferTask(task([described], self.place, batch_size=batch_size))
         infer.run(cur_model=live_model(asker), cur_model_abbr=MODEL)
         predictions = left_by_task(self.place, "predictions", self.name)
         self.answered = [predictions[str(number)] for number in range(len(predictions))]

@@ -99,6 +99,17 @@ def results(data: tuple[Path, dict[str, Questions]]) -> dict[str, BenchmarkResul
     return run(suite, folder / "log", {name: replies(asked) for name, asked in questions.items()})
 
 
+@pytest.mark.parametrize("benchmark", [GSM8K(limit=1), ARCChallenge(mode="likelihood", limit=1)], ids=lambda b: b.mode)
+def test_nothing_is_left_where_the_command_was_started(
+    benchmark: Benchmark, data: tuple[Path, dict[str, Questions]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answers = {"one": lambda asked: [("", 0) for _ in asked], LIKELIHOOD: lambda judged: [1.0 for _ in judged]}
+    found = run(Suite({"one": benchmark}, str(data[0])), data[0] / "log", answers)
+    assert found["one"].status == "DONE"
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_right_and_wrong_answers_are_told_apart(
     name: str, results: dict[str, BenchmarkResult], data: tuple[Path, dict[str, Questions]]
