@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from dare_lightning.datamodules.prompts import PromptDataModule, Prompts
 from dare_lightning.families.base import PolicyModel, distinct_rows
 from dare_lightning.generation.agreement import log_prob_gaps
-from dare_lightning.generation.base import GenerationBackend, Progress
+from dare_lightning.generation.base import WAYS, GenerationBackend, Progress
 from dare_lightning.methods.base import DiffusionPolicyModule
 from dare_lightning.parallel.collectives import gather_objects, rank_and_world
 from dare_lightning.parallel.modes import frozen
@@ -150,7 +150,8 @@ class RolloutCallback(L.Callback):
         if lacking := [need for need in method.needs if not offered[need]]:
             raise ValueError(
                 f"{type(method).__name__} needs {', '.join(lacking)} from the rollout,"
-                f" which {type(self.backend).__name__} does not give"
+                f" which {type(self.backend).__name__} does not give as it is set: "
+                + "; ".join(WAYS[need] for need in lacking)
             )
         if self.backend.temperature == 0:
             raise ValueError(

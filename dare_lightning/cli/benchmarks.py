@@ -108,9 +108,16 @@ def compare_files(first: Path, second: Path) -> int:
 
 
 def compared(first: Record, second: Record) -> dict[str, Comparison | str]:
-    """The benchmarks that both evaluations ran, each compared."""
-    both = [name for name in first.benchmarks if name in second.benchmarks]
-    return {name: compare(first.benchmarks[name], second.benchmarks[name]) for name in both}
+    """Every benchmark of either evaluation: compared, or a sentence that says why not."""
+    found: dict[str, Comparison | str] = {}
+    for name in dict.fromkeys((*first.benchmarks, *second.benchmarks)):
+        a, b = first.benchmarks.get(name), second.benchmarks.get(name)
+        if a is not None and b is not None:
+            found[name] = compare(a, b)
+        elif (alone := a or b) is not None:
+            failed = f", and FAILED there: {alone.reason}" if alone.status == "FAILED" else ""
+            found[name] = f"only in {'b' if a is None else 'a'}{failed}"
+    return found
 
 
 def show_comparison(comparisons: dict[str, Comparison | str], files: list[Path]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -95,14 +96,19 @@ def paired_interval(differences: Sequence[Sequence[float]], seed: int, level: fl
 
 
 def _notes(first: BenchmarkResult, second: BenchmarkResult, reworded: int) -> list[str]:
-    notes = [
-        f"{key} differs: {first.settings.get(key)} and {second.settings.get(key)}"
-        for key in sorted({*first.settings, *second.settings})
-        if first.settings.get(key) != second.settings.get(key)
-    ]
+    a, b = _flat(first.settings), _flat(second.settings)
+    notes = [f"{key} differs: {a.get(key)} and {b.get(key)}" for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
     hashes = [{file["file"]: file["sha256"] for file in result.data} for result in (first, second)]
     changed = sorted(name for name in hashes[0].keys() & hashes[1].keys() if hashes[0][name] != hashes[1][name])
     notes += [f"data file {name} differs" for name in changed]
     if reworded:
         notes.append(f"{reworded} questions were asked in other words and are left out")
     return notes
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings inside of settings under dotted names, so that what differs can be named alone."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return flat

@@ -40,7 +40,8 @@ def resolve_block_length(config: dict[str, Any], asked: int | None, default: int
     if found is None:
         raise ValueError(
             f"config.json of this {family} model lacks block_size, and no length is assumed; set model.block_length to"
-            " the one it was trained with (4 for the published models)"
+            f" the one it was trained with (4 for the published models), with model={family.lower()} where another"
+            " option of model has no such key"
         )
     return found
 

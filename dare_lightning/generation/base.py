@@ -36,6 +36,18 @@ class Capabilities:
     group_size: int | None = None
 
 
+WAYS: dict[str, str] = {
+    "commit_steps": "tokens must stay as they were written: no running_confidence, lengths or editing, and an"
+    " eos_policy other than truncate",
+    "log_probs": "choose a backend that reports them",
+    "states": "every pass must read a canvas of one length whole: set rollout.backend.cache and rollout.backend.lengths"
+    " to null, and eos_policy to another than truncate",
+    "left_to_right": "choose rollout=left_to_right, or rollout=block_left_to_right for a block-diffusion policy",
+    "tree": "choose rollout=tree",
+}
+"""What gives each capability that a method may need, for errors."""
+
+
 class GenerationBackend(Protocol):
     """Generates completions for tokenised prompts. A row's result depends on its prompt and seed alone."""
 

@@ -139,7 +139,10 @@ class NeedsSteps(CoupledGRPO):
 def test_a_backend_that_lacks_what_the_method_needs_is_refused() -> None:
     run = online(Scripted(), method=NeedsSteps)
     run.rollout = RolloutCallback(Blind(steps=2, max_new_tokens=17, temperature=1.0))
-    with pytest.raises(ValueError, match="NeedsSteps needs commit_steps from the rollout, which Blind does not give"):
+    with pytest.raises(
+        ValueError,
+        match="NeedsSteps needs commit_steps from the rollout, which Blind does not give as it is set: tok",
+    ):
         run.fit()
 
 

@@ -81,6 +81,15 @@ def test_generate_prints_json(checkpoint: str, capsys: pytest.CaptureFixture[str
     assert len(record["completion_ids"]) == len(record["commit_steps"])
 
 
+def test_generate_grows_a_whole_tree_for_each_prompt(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["rollout=tree", "rollout.backend.tree=[2,2]", "rollout.backend.steps=4", "count=2", "json=true"]
+    assert app.main(["generate", f"ckpt_path={checkpoint}", *words]) == 0
+    records = json.loads(capsys.readouterr().out)
+    assert len(records) == 8
+    assert len({record["prompt"] for record in records[:4]}) == 1
+    assert records[0]["prompt"] != records[4]["prompt"]
+
+
 def test_generate_says_in_which_order_tokens_were_written(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["generate", f"ckpt_path={checkpoint}", "count=2"]) == 0
     assert capsys.readouterr().out.count("forward passes") == 2

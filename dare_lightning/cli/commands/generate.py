@@ -33,7 +33,8 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
     backend = instantiate(cfg.rollout.backend)
     backend.validate(policy)
     backend.update_weights(policy, version=0)
-    prompts = _prompts(cfg, policy)
+    # Where completions share a tree, each prompt gets as many as it has leaves.
+    prompts = [ids for ids in _prompts(cfg, policy) for _ in range(backend.capabilities.group_size or 1)]
     seeds = [derive_seed(cfg.seed, index) for index in range(len(prompts))]
     with torch.inference_mode():
         batch = backend.generate(prompts, seeds).to("cpu")
