@@ -120,7 +120,7 @@ def imported_by_the_package() -> set[str]:
 
 def test_every_import_is_declared_and_every_dependency_is_used() -> None:
     used = {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in imported_by_the_package()}
-    optional = {name for extra in ("eval", "sglang", "flash") for name in EXTRAS[extra]}
+    optional = {name for extra in ("eval", "sglang", "flash", "fused") for name in EXTRAS[extra]}
     assert used - optional == set(DEPENDENCIES)
 
 
