@@ -62,11 +62,11 @@ def read_run(folder: Path) -> Run:
     with (folder / "csv" / "metrics.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     costs = {int(row["step"]): row for row in rows if row.get(COST)}
-    points = [(int(row["step"]), row["epoch"], float(row[METRIC])) for row in rows if row.get(METRIC)]
+    points = [(int(row["step"]), float(row[METRIC])) for row in rows if row.get(METRIC)]
     if len(points) < 2 or not costs:
         raise ValueError(f"{folder} holds {len(points)} held-out scores and {len(costs)} costs: is the run finished?")
     # The first score is taken before anything was spent; the others at the end of a rollout, as its cost is.
-    curve = [(0.0, points[0][2]), *((float(costs[step][COST]), value) for step, _, value in points[1:])]
+    curve = [(0.0, points[0][1]), *((float(costs[step][COST]), value) for step, value in points[1:])]
     last = costs[max(costs)]
     return Run(
         method=overrides["method"],

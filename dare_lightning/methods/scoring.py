@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,28 +29,46 @@ def score_rows(
         temperature: divides the logits.
         entropy: takes the entropy of each distribution.
     """
-    samples, count, length = rows.noisy_ids.shape
-    blocks = batch.block_ids(policy.block_length)
     score_mask = rows.score_mask if taught is None else rows.score_mask & taught.view(-1, 1, 1)
-
-    def flat(column: Tensor) -> Tensor:
-        return column.reshape(samples * count, length)
-
-    def repeated(column: Tensor) -> Tensor:
-        return flat(column[:, None].expand(-1, count, -1))
-
+    flat = flat_rows(policy, rows, batch, score_mask)
     scored = token_log_probs(
         policy,
-        flat(rows.noisy_ids),
-        repeated(batch.ids),
-        repeated(batch.attention_mask),
-        flat(score_mask),
-        None if rows.target_ids is None else flat(rows.target_ids),
+        flat.noisy_ids,
+        flat.clean_ids,
+        flat.attention_mask,
+        flat.score_mask,
+        None if rows.target_ids is None else rows.target_ids.flatten(0, 1),
         temperature,
-        None if blocks is None else repeated(blocks),
+        flat.block_ids,
         entropy,
     )
-    return scored.view(samples, count, length)
+    return scored.view(rows.noisy_ids.shape)
+
+
+class FlatRows(NamedTuple):
+    """Every noisy row as a sequence of its own, [B * N, L] each; what `scored_states` reads after the policy."""
+
+    noisy_ids: Tensor
+    clean_ids: Tensor
+    attention_mask: Tensor
+    score_mask: Tensor
+    block_ids: Tensor | None
+
+
+def flat_rows(policy: PolicyModel, rows: Rows, batch: SequenceBatch, score_mask: Tensor) -> FlatRows:
+    """The rows [B, N, L] behind each other, with their sample's columns repeated; `score_mask` bool [B, N, L]."""
+    blocks = batch.block_ids(policy.block_length)
+
+    def repeated(column: Tensor) -> Tensor:
+        return column[:, None].expand(-1, rows.count, -1).flatten(0, 1)
+
+    return FlatRows(
+        rows.noisy_ids.flatten(0, 1),
+        repeated(batch.ids),
+        repeated(batch.attention_mask),
+        score_mask.flatten(0, 1),
+        None if blocks is None else repeated(blocks),
+    )
 
 
 def join_rows(parts: Iterable[Tensor], merge: bool) -> Tensor:

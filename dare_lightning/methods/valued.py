@@ -16,6 +16,7 @@ from dare_lightning.families.value import ValueModel
 from dare_lightning.methods.base import LossOutput
 from dare_lightning.methods.committed import MergedStepMethod
 from dare_lightning.methods.plans import chunks, recomputed
+from dare_lightning.methods.scoring import flat_rows
 from dare_lightning.replay.batch import SequenceBatch
 
 
@@ -97,21 +98,9 @@ class ValuedStepMethod(MergedStepMethod):
     def row_values(self, rows: Rows, batch: SequenceBatch) -> Tensor:
         """The value of each scored position of every row, float [B, N, L]; 0 elsewhere."""
         assert self.value is not None
-        samples, count, length = rows.noisy_ids.shape
-
-        def repeated(column: Tensor) -> Tensor:
-            return column[:, None].expand(-1, count, -1).reshape(samples * count, length)
-
-        blocks = batch.block_ids(self.policy.block_length)
         with self.cost.spent_on("update" if torch.is_grad_enabled() else "old_policy"):
-            values: Tensor = self.value(
-                rows.noisy_ids.reshape(samples * count, length),
-                repeated(batch.ids),
-                repeated(batch.attention_mask),
-                rows.score_mask.reshape(samples * count, length),
-                None if blocks is None else repeated(blocks),
-            )
-        return values.view(samples, count, length)
+            values: Tensor = self.value(*flat_rows(self.policy, rows, batch, rows.score_mask))
+        return values.view(rows.noisy_ids.shape)
 
     def token_values(self, rows: Rows, batch: SequenceBatch) -> Tensor:
         """The value of each token that these rows score, in the state from which it was written: float [B, L]."""
