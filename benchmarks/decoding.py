@@ -44,6 +44,21 @@ CASES: dict[str, dict[str, Any]] = {
         "cache": "dual",
         "cache_refresh": 2,
     },
+    "dual cache trusted where 0.65 sure, factor 1": {
+        "schedule": ConfidenceFactor(1.0),
+        "cache": "dual",
+        "cache_sure": 0.65,
+    },
+    "prefix cache trusted where 0.65 sure, factor 1": {
+        "schedule": ConfidenceFactor(1.0),
+        "cache": "prefix",
+        "cache_sure": 0.65,
+    },
+    "dual cache trusted where 0.625 sure, threshold 0.65": {
+        "schedule": ConfidenceThreshold(0.65),
+        "cache": "dual",
+        "cache_sure": 0.625,
+    },
 }
 
 

@@ -11,7 +11,14 @@ import torch
 
 from dare_lightning.families.base import PolicyModel, using_attention
 from dare_lightning.generation.base import Capabilities, Progress
-from dare_lightning.generation.cached import CachedForward, CacheKind, FirstColumnFirst, check_cache
+from dare_lightning.generation.cached import (
+    CachedForward,
+    CacheKind,
+    FirstColumnFirst,
+    SureOfStale,
+    check_cache,
+    check_sure,
+)
 from dare_lightning.generation.canvas import masked_canvas
 from dare_lightning.generation.completion import EOS_POLICIES, EosPolicy, Responses, to_batch
 from dare_lightning.generation.engine import Denoiser, Forward, FullForward, Run, Stats
@@ -67,6 +74,9 @@ class BuiltinBackend:
         cache: "prefix" or "dual" keeps keys and values of the prompt and earlier blocks, or of everything outside the
             block, from a block's first pass on (see `CachedForward`); an approximation, faster. None for none.
         cache_refresh: passes after which a block's cache is filled anew by reading everything; None for once a block.
+        cache_sure: a pass that relies on a cache commits only proposals at least this sure, and a row whose last pass
+            committed fewer than two tokens reads everything. For schedules by confidence. None commits in every pass
+            what the schedule says.
         first_column_first: with a cache, as published code for Dream: a block's first pass commits its first column
             alone, and later passes do not read the column before the block.
         tree: children at each level where the completions of a prompt grow as a tree, such as [4, 4]; the group size
@@ -102,6 +112,7 @@ class BuiltinBackend:
     early_stop: bool = True
     cache: CacheKind | None = None
     cache_refresh: int | None = None
+    cache_sure: float | None = None
     first_column_first: bool = False
     tree: Sequence[int] | None = None
     eos_policy: EosPolicy = "mask_loss"
@@ -111,6 +122,9 @@ class BuiltinBackend:
     def __post_init__(self) -> None:
         self._check_values()
         self._steps: StepPolicy = EvenSchedule() if self.schedule is None else self.schedule
+        check_sure(self.cache_sure, self.cache, self._steps)
+        if self.cache_sure is not None:
+            self._steps = SureOfStale(self._steps, self.cache_sure)
         if self.first_column_first:
             self._steps = FirstColumnFirst(self._steps)
         self.layout: Layout = self._lay_out()
@@ -152,7 +166,8 @@ class BuiltinBackend:
 
     def _check_parts(self) -> None:
         """Refuse parts that do not fit each other."""
-        name, random = type(self._steps).__name__, self.remasking == "random"
+        name = type(EvenSchedule() if self.schedule is None else self.schedule).__name__
+        random = self.remasking == "random"
         probabilities = "use low_confidence or topk_margin"
         if self._steps.compares_probabilities and self.remasking not in PROBABILITIES:
             raise ValueError(f"remasking={self.remasking} gives {name} no probabilities to compare; {probabilities}")
@@ -313,6 +328,7 @@ class BuiltinBackend:
         record_states: bool,
     ) -> Run:
         canvas = masked_canvas(prompts, self.layout, policy.mask_token_id, policy.pad_token_id, device)
+        canvas.refresh_every, canvas.cautious = self.cache_refresh, self.cache_sure is not None
         canvas.leaves_masks = self.ends is not None and self.ends.contested
         if self.lengths is not None:
             block_length = self.block_length or self.max_new_tokens
@@ -326,7 +342,7 @@ class BuiltinBackend:
     def _forward(self) -> Forward:
         if self.cache is None:
             return FullForward(self.cfg_scale)
-        return CachedForward(self.cache, self.cache_refresh, reads_left_context=not self.first_column_first)
+        return CachedForward(self.cache, reads_left_context=not self.first_column_first)
 
     def _denoiser(self, policy: PolicyModel) -> Denoiser:
         score = score_of(self.remasking)

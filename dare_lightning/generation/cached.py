@@ -21,7 +21,9 @@ CACHE_KINDS: tuple[str, ...] = get_args(CacheKind)
 
 @dataclass
 class CachedForward:
-    """Read the whole canvas when a row enters a block; after that only a part, with keys and values kept from then.
+    """Read the whole canvas when a row is fresh; after that only a part, with keys and values kept from then.
+
+    A row is fresh when it enters a block, and when `Canvas.fresh` says so.
 
     "prefix" reads the block and everything after it; "dual" reads the block alone, so that what follows keeps the
     keys and values it had when the block was all masks. What a pass reads it also writes. Both approximate: tokens
@@ -31,7 +33,6 @@ class CachedForward:
 
     Args:
         kind: what is kept.
-        refresh_every: passes of a block after which the whole canvas is read again; None for once a block.
         reads_left_context: read what the family needs on the left of a piece as well (see `PolicyModel.left_context`);
             False leaves the first state of the piece as it comes, as published code for Dream does.
 
@@ -39,7 +40,6 @@ class CachedForward:
     """
 
     kind: CacheKind
-    refresh_every: int | None = None
     reads_left_context: bool = True
     _cache: KeyValueCache | None = field(default=None, init=False, repr=False)
 
@@ -48,13 +48,9 @@ class CachedForward:
         if self._cache is None:
             self._cache = KeyValueCache(*canvas.ids.shape)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
-        fresh = window.fresh
-        if self.refresh_every is not None:
-            made = canvas.forward_passes[window.rows] - canvas.entered[window.rows]
-            fresh = made % self.refresh_every == 0
-        if bool(fresh.any()):
-            found.append(self._whole(policy, canvas, window, fresh.nonzero().flatten(), stats))
-        for places in self._pieces(window, (~fresh).nonzero().flatten()):
+        if bool(window.fresh.any()):
+            found.append(self._whole(policy, canvas, window, window.fresh.nonzero().flatten(), stats))
+        for places in self._pieces(window, (~window.fresh).nonzero().flatten()):
             found.append(self._piece(policy, canvas, window, places, stats))
         width = found[0][2].shape[-1]
         states = found[0][2].new_zeros(len(window.rows), canvas.masked.shape[1], width)
@@ -114,14 +110,11 @@ class CachedForward:
 
 
 @dataclass(frozen=True)
-class FirstColumnFirst:
-    """A block's first pass commits its first column alone; then another step policy goes on.
-
-    Published cached decoding of Dream does this, because the state that predicts the first column lies before the
-    block and later passes do not read it.
+class Wrapped:
+    """A step policy that leaves some passes to another one.
 
     Args:
-        inner: the policy of all later passes.
+        inner: the other one.
     """
 
     inner: StepPolicy
@@ -145,6 +138,14 @@ class FirstColumnFirst:
         """See `StepPolicy.layout`."""
         return self.inner.layout(new_tokens, block_length, steps)
 
+
+class FirstColumnFirst(Wrapped):
+    """A block's first pass commits its first column alone; then the inner policy goes on.
+
+    Published cached decoding of Dream does this, because the state that predicts the first column lies before the
+    block and later passes do not read it.
+    """
+
     def idle(self, masks: Tensor, place: Place) -> Tensor | None:
         """See `StepPolicy.idle`; the first pass of a block always commits something."""
         found = self.inner.idle(masks, place)
@@ -157,12 +158,55 @@ class FirstColumnFirst:
         return torch.where((place.step == 0)[:, None], first, self.inner.select(score, open_, begun))
 
 
+@dataclass(frozen=True)
+class SureOfStale(Wrapped):
+    """A pass that relies on kept keys and values commits what it is sure of, and nothing where it is sure of nothing.
+
+    Needs a canvas that is `cautious`: a row whose pass committed fewer than two tokens is fresh in the next one, where
+    the inner policy commits at least one. What a policy is unsure of in stale keys and values is often wrong, wherever
+    it works in its prompt's states while it writes; what it is sure of seldom is.
+
+    Args:
+        sure: the least score, a probability, at which a stale pass commits.
+    """
+
+    sure: float
+
+    def idle(self, masks: Tensor, place: Place) -> Tensor | None:
+        """See `StepPolicy.idle`."""
+        return self.inner.idle(masks, place)
+
+    def select(self, score: Tensor, open_: Tensor, place: Place) -> Tensor:
+        """See `StepPolicy.select`."""
+        assert place.fresh is not None  # every canvas says so
+        return torch.where(place.fresh[:, None], self.inner.select(score, open_, place), open_ & (score >= self.sure))
+
+
+def check_sure(sure: float | None, kind: str | None, steps: StepPolicy) -> None:
+    """Refuse a `cache_sure` that means nothing.
+
+    Raises:
+        ValueError: out of range, without a cache, or with a schedule that does not commit by what it is sure of.
+    """
+    if sure is None:
+        return
+    if not 0 <= sure <= 1:
+        raise ValueError(f"cache_sure={sure} must lie in [0, 1]: it is compared with probabilities")
+    if kind is None:
+        raise ValueError(f"cache_sure={sure} says what a cached pass may commit; set cache to prefix or dual")
+    if steps.planned or not steps.compares_probabilities:
+        raise ValueError(
+            f"cache_sure={sure} needs a schedule that commits by confidence in as many passes as it takes; use"
+            " ConfidenceThreshold or ConfidenceFactor"
+        )
+
+
 def check_cache(kind: str | None, refresh_every: int | None, settings: dict[str, Any]) -> None:
     """Refuse settings that a cache cannot serve.
 
     Args:
         kind: "prefix", "dual", or None for no cache.
-        refresh_every: see `CachedForward`.
+        refresh_every: see `Canvas.refresh_every`.
         settings: name -> value of what needs every column in every pass; a value that is set is refused.
 
     Raises:

@@ -27,7 +27,7 @@ class Window:
     Attributes:
         rows: int64 [n], rows of the canvas.
         start, end: int64 [n], response columns [start, end) of each row's block.
-        fresh: bool [n], whether this is the row's first pass in that block.
+        fresh: bool [n], whether the row reads every column where keys and values are kept, see `Canvas.fresh`.
     """
 
     rows: Tensor
@@ -67,6 +67,9 @@ class Canvas:
         widest: columns of the longest block a row works on.
         running: float64 [B, G], the score of each token when it was written; None where no token is hidden again.
         probing: bool [B], rows that look for their length and commit nothing; None where lengths are fixed.
+        hesitant: bool [B], the row's last pass committed fewer than two tokens.
+        refresh_every: passes of a block after which a row is fresh again; None for once a block.
+        cautious: a hesitant row is fresh.
         leaves_masks: a row leaves its block after the planned steps even if masks are left.
     """
 
@@ -84,12 +87,15 @@ class Canvas:
     block_masks: Tensor
     alike: Tensor
     alike_at: Tensor
+    hesitant: Tensor
     bounds: Tensor
     first_steps: Tensor
     pad_token_id: int
     widest: int
     running: Tensor | None = None
     probing: Tensor | None = None
+    refresh_every: int | None = None
+    cautious: bool = False
     leaves_masks: bool = False
 
     @property
@@ -107,7 +113,16 @@ class Canvas:
         start = self.position[rows] if self.running is None else torch.zeros_like(rows)
         end = self.bounds[self.block[rows] + 1] if self.probing is None else self.position[rows] + self.widest
         end = torch.minimum(end, self.length[rows])
-        return Window(rows, start, end, self.forward_passes[rows] == self.entered[rows])
+        return Window(rows, start, end, self.fresh(rows))
+
+    def fresh(self, rows: Tensor) -> Tensor:
+        """bool [n]: these rows' next pass must not rely on keys and values kept from earlier ones.
+
+        It is their first in the block, it is time again, or the one before shows that they are not sure of much.
+        """
+        made = self.forward_passes[rows] - self.entered[rows]
+        first = made == 0 if self.refresh_every is None else made % self.refresh_every == 0
+        return first | self.hesitant[rows] if self.cautious else first
 
     def open(self, window: Window) -> Tensor:
         """The masks of each row's block, bool [n, G]."""
@@ -119,7 +134,8 @@ class Canvas:
         """Where these rows stand in the plan."""
         block = self.block[rows]
         first = self.first_steps[block]
-        return Place(self.block_masks[rows], self.step[rows], self.first_steps[block + 1] - first, first)
+        steps = self.first_steps[block + 1] - first
+        return Place(self.block_masks[rows], self.step[rows], steps, first, self.fresh(rows))
 
     def commit(self, rows: Tensor, chosen: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
         """Write the chosen tokens after a forward pass, and count the pass.
@@ -136,6 +152,7 @@ class Canvas:
         self.commit_step[row, column] = self.forward_passes[row]
         self.commit_log_probs[row, column] = log_probs[picked, column].float()
         self.forward_passes[rows] += 1
+        self.hesitant[rows] = chosen.sum(1) < 2
 
     def remember_scores(self) -> None:
         """Let tokens be hidden again by the scores they had."""
@@ -244,7 +261,7 @@ class Canvas:
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Make rows `target` int64 [n] hold what rows `source` int64 [n] hold, and remember that they are alike."""
         columns = [self.ids, self.masked, self.length, self.commit_step, self.commit_log_probs, self.forward_passes]
-        columns += [self.block, self.position, self.step, self.entered, self.block_masks]
+        columns += [self.block, self.position, self.step, self.entered, self.block_masks, self.hesitant]
         columns += [column for column in (self.attention_mask, self.running) if column is not None]
         for column in columns:
             column[target] = column[source]
@@ -304,6 +321,7 @@ def masked_canvas(
         block_masks=torch.full_like(zeros, layout.bounds[1]),
         alike=torch.tensor([first_of[tuple(prompt)] for prompt in prompts], device=device),
         alike_at=zeros.clone(),
+        hesitant=torch.zeros(count, dtype=torch.bool, device=device),
         bounds=torch.tensor(layout.bounds, device=device),
         first_steps=torch.tensor(layout.first_steps, device=device),
         pad_token_id=pad_token_id,

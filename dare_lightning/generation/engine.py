@@ -285,9 +285,12 @@ class Denoiser:
         drawn_from = self.sampler.distribution(clean, run.policy.mask_token_id)
         tokens = self.sampler.draw(drawn_from, run.policy.mask_token_id, token_draws)
         # The mask token is never written, yet keeps its share of the probability, as in the published confidence.
-        score = self.score.score(drawn_from if self.sampled_score else clean, tokens, order_draws)
         log_probs = chosen_log_probs(logits[0], tokens)
-        probability = None if run.history is None else chosen_log_probs(drawn_from, tokens).exp()
+        scored = drawn_from if self.sampled_score else clean
+        score = self.score.score(scored, tokens, order_draws, log_probs if scored is logits[0] else None)
+        probability = None
+        if run.history is not None:
+            probability = (log_probs if drawn_from is logits[0] else chosen_log_probs(drawn_from, tokens)).exp()
         ends = None if self.lengths is None else _end_probability(clean, run.policy.eos_token_id)
         return Proposal(tokens, score, log_probs, probability, ends)
 

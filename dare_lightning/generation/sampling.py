@@ -111,8 +111,14 @@ class TokenSampler:
 
     def draw(self, distribution: Tensor, mask_token_id: int, uniform: Tensor | None) -> Tensor:
         """A token for each position, never the mask token: int64 [N]; see `sample_tokens` for `uniform`."""
-        possible = without_tokens(distribution, (mask_token_id,))
-        return sample_tokens(possible, 1.0 if self.temperature > 0 else 0.0, uniform)
+        if self.temperature > 0:
+            return sample_tokens(without_tokens(distribution, (mask_token_id,)), 1.0, uniform)
+        tokens = sample_tokens(distribution, 0.0, None)
+        # The mask token is seldom the most likely one, and a copy of all logits without it is dear.
+        refused = (tokens == mask_token_id).nonzero().flatten()
+        if len(refused) > 0:
+            tokens[refused] = sample_tokens(without_tokens(distribution[refused], (mask_token_id,)), 0.0, None)
+        return tokens
 
 
 def _nucleus(logits: Tensor, share: float) -> Tensor:
@@ -132,4 +138,5 @@ def without_tokens(logits: Tensor, token_ids: tuple[int, ...]) -> Tensor:
 
 def chosen_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
     """log softmax(logits) at the tokens: float [N, V], int64 [N] -> float [N], in the dtype of the logits."""
-    return logits.gather(-1, tokens[:, None]).squeeze(-1) - logits.logsumexp(-1)
+    # Not through logsumexp: its exponentials are several times slower on the CPU where tokens are all but impossible.
+    return logits.log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)

@@ -27,13 +27,14 @@ class Score(Protocol):
         """Whether `uniform` is needed."""
         ...
 
-    def score(self, logits: Tensor, tokens: Tensor, uniform: Tensor | None) -> Tensor:
+    def score(self, logits: Tensor, tokens: Tensor, uniform: Tensor | None, log_probs: Tensor | None = None) -> Tensor:
         """float [N], higher is earlier.
 
         Args:
             logits: float [N, V], at least float32.
             tokens: int64 [N], the proposals.
             uniform: float64 [N] in [0, 1), where the score is random.
+            log_probs: float [N], log softmax of these logits at the tokens; None where it is not known yet.
         """
         ...
 
@@ -44,9 +45,9 @@ class Confidence:
 
     random: bool = False
 
-    def score(self, logits: Tensor, tokens: Tensor, uniform: Tensor | None) -> Tensor:
+    def score(self, logits: Tensor, tokens: Tensor, uniform: Tensor | None, log_probs: Tensor | None = None) -> Tensor:
         """See `Score.score`; in [0, 1]."""
-        return chosen_log_probs(logits, tokens).exp()
+        return (chosen_log_probs(logits, tokens) if log_probs is None else log_probs).exp()
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Margin:
 
     random: bool = False
 
-    def score(self, logits: Tensor, tokens: Tensor, uniform: Tensor | None) -> Tensor:
+    def score(self, logits: Tensor, tokens: Tensor, uniform: Tensor | None, log_probs: Tensor | None = None) -> Tensor:
         """See `Score.score`; in [0, 1]."""
         best = logits.softmax(-1).topk(2, dim=-1).values
         return best[:, 0] - best[:, 1]
@@ -67,7 +68,7 @@ class NegativeEntropy:
 
     random: bool = False
 
-    def score(self, logits: Tensor, tokens: Tensor, uniform: Tensor | None) -> Tensor:
+    def score(self, logits: Tensor, tokens: Tensor, uniform: Tensor | None, log_probs: Tensor | None = None) -> Tensor:
         """See `Score.score`; at most 0."""
         probabilities = logits.softmax(-1)
         return (probabilities * (probabilities + 1e-10).log()).sum(-1)
@@ -79,7 +80,7 @@ class RandomOrder:
 
     random: bool = True
 
-    def score(self, logits: Tensor, tokens: Tensor, uniform: Tensor | None) -> Tensor:
+    def score(self, logits: Tensor, tokens: Tensor, uniform: Tensor | None, log_probs: Tensor | None = None) -> Tensor:
         """See `Score.score`; in [0, 1)."""
         if uniform is None:
             raise ValueError("a random order needs one uniform number for each position, got none")
@@ -102,7 +103,7 @@ class DeferredEnds:
         """Whether `uniform` is needed."""
         return self.inner.random
 
-    def score(self, logits: Tensor, tokens: Tensor, uniform: Tensor | None) -> Tensor:
+    def score(self, logits: Tensor, tokens: Tensor, uniform: Tensor | None, log_probs: Tensor | None = None) -> Tensor:
         """See `Score.score`; end tokens lie below everything: entropies may be large, probabilities underflow to 0."""
         ends = torch.isin(tokens, tokens.new_tensor(self.stop_token_ids))
         score = self.inner.score(without_tokens(logits, self.stop_token_ids), tokens, uniform)

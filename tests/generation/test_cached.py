@@ -7,11 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from dare_lightning.datamodules.chat import encode_prompt
+from dare_lightning.evaluation.benchmarks.sudoku import SudokuTask
 from dare_lightning.families.attention import KeyValueCache
+from dare_lightning.families.load import load_policy
 from dare_lightning.families.tiny import new_tiny_dream, new_tiny_llada, new_tiny_llada_moe
 from dare_lightning.generation.builtin import BuiltinBackend
-from dare_lightning.generation.threshold import ConfidenceThreshold
+from dare_lightning.generation.threshold import ConfidenceFactor, ConfidenceThreshold, QuotaThreshold
 from dare_lightning.replay.batch import SequenceBatch
+from dare_lightning.rewards.sudoku import SudokuReward
+from tests.shared import ROOT
 
 POLICIES = {"llada": new_tiny_llada, "dream": new_tiny_dream, "llada_moe": new_tiny_llada_moe}
 PROMPTS = [[8, 9, 10], [8, 9, 10], [11, 12, 13, 14, 15, 16], [9]]
@@ -63,7 +68,15 @@ def _one_layer(policy: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("schedule", [{"steps": 6}, {"schedule": ConfidenceThreshold(0.03)}], ids=["even", "threshold"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"steps": 6},
+        {"schedule": ConfidenceThreshold(0.03)},
+        {"schedule": ConfidenceThreshold(0.07), "cache_sure": 0.05},
+    ],
+    ids=["even", "threshold", "sure"],
+)
 def test_a_row_gets_what_it_would_get_alone(policy: Any, kind: str, schedule: dict[str, Any]) -> None:
     settings = {"max_new_tokens": 12, "block_length": 4, "cache": kind, "temperature": 0.7} | schedule
     together, _ = _answers(policy, PROMPTS, **settings)
@@ -107,6 +120,34 @@ def test_a_cache_is_filled_anew_after_as_many_passes_as_asked(policy: Any) -> No
     assert stats.tokens == 3 * 11 + 5 * (8 + policy.left_context)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cached_pass_that_may_never_be_sure_changes_nothing(policy: Any, kind: str) -> None:
+    settings = {"max_new_tokens": 12, "block_length": 6, "schedule": ConfidenceThreshold(0.07)}
+    exact, whole = _answers(policy, PROMPTS, **settings)
+    cached, stats = _answers(policy, PROMPTS, cache=kind, cache_sure=1.0, **settings)
+    _assert_equal(cached, exact)
+    assert stats.tokens > whole.tokens
+
+
+def test_what_a_cached_pass_is_unsure_of_waits_for_one_that_reads_everything() -> None:
+    policy: Any = load_policy(str(ROOT / "dare_lightning" / "assets" / "tiny_sudoku")).eval()
+    examples = SudokuTask(form="compact", empty=8).examples("heldout", 64, seed=42)
+    prompts = [encode_prompt(policy.tokenizer, example.messages) for example in examples]
+
+    def answers(**settings: Any) -> tuple[int, int]:
+        batch, stats = _answers(policy, prompts, max_new_tokens=17, schedule=ConfidenceFactor(1.0), **settings)
+        texts = [policy.tokenizer.decode(row[-17:-1].tolist(), skip_special_tokens=True) for row in batch.ids]
+        right = [verdict.status == "right" for verdict in SudokuReward(form="compact")(texts, examples)]
+        return sum(right), stats.tokens
+
+    solved, columns = answers()
+    careless, _ = answers(cache="dual")
+    careful, fewer = answers(cache="dual", cache_sure=0.625)
+    assert careless < 0.5 * solved
+    assert abs(careful - solved) <= 1
+    assert fewer < columns
+
+
 def test_copied_rows_of_a_cache_hold_the_same() -> None:
     cache = KeyValueCache(3, 4)
     keys = torch.randn(1, 2, 4, 5)
@@ -125,6 +166,10 @@ def test_copied_rows_of_a_cache_hold_the_same() -> None:
         ({"cache": "prefix", "tree": [2, 2]}, r"cache=prefix cannot serve tree=\[2, 2\]"),
         ({"cache_refresh": 2}, "cache_refresh=2 says when a cache is filled anew"),
         ({"cache": "dual", "cache_refresh": 0}, "cache_refresh=0 must be at least 1 pass"),
+        ({"cache_sure": 0.5}, "cache_sure=0.5 says what a cached pass may commit"),
+        ({"cache": "dual", "cache_sure": 1.5, "schedule": ConfidenceFactor()}, r"cache_sure=1.5 must lie in \[0, 1\]"),
+        ({"cache": "dual", "cache_sure": 0.5}, "use ConfidenceThreshold or ConfidenceFactor"),
+        ({"cache": "dual", "cache_sure": 0.5, "schedule": QuotaThreshold()}, "use ConfidenceThreshold"),
         ({"first_column_first": True}, "first_column_first=true is a rule of cached decoding"),
     ],
 )
