@@ -37,27 +37,21 @@ LOGITS = 2**26
 CASES: dict[str, dict[str, Any]] = {
     "built in, one token a step": {"steps": ANSWER},
     "confidence threshold 0.9": {"schedule": ConfidenceThreshold(0.9)},
+    "confidence factor 0.5": {"schedule": ConfidenceFactor(0.5)},
     "confidence factor 1": {"schedule": ConfidenceFactor(1.0)},
-    "dual cache, confidence factor 1": {"schedule": ConfidenceFactor(1.0), "cache": "dual"},
+    "dual cache, factor 1": {"schedule": ConfidenceFactor(1.0), "cache": "dual"},
     "dual cache filled anew every 2 passes, factor 1": {
         "schedule": ConfidenceFactor(1.0),
         "cache": "dual",
         "cache_refresh": 2,
     },
-    "dual cache trusted where 0.65 sure, factor 1": {
-        "schedule": ConfidenceFactor(1.0),
+    "dual cache, sure 0.65, factor 1": {"schedule": ConfidenceFactor(1.0), "cache": "dual", "cache_sure": 0.65},
+    "dual cache, sure 0.7, factor 0.5": {"schedule": ConfidenceFactor(0.5), "cache": "dual", "cache_sure": 0.7},
+    "prefix cache, sure 0.7, factor 0.5": {"schedule": ConfidenceFactor(0.5), "cache": "prefix", "cache_sure": 0.7},
+    "dual cache, sure 0.9, threshold 0.9": {
+        "schedule": ConfidenceThreshold(0.9),
         "cache": "dual",
-        "cache_sure": 0.65,
-    },
-    "prefix cache trusted where 0.65 sure, factor 1": {
-        "schedule": ConfidenceFactor(1.0),
-        "cache": "prefix",
-        "cache_sure": 0.65,
-    },
-    "dual cache trusted where 0.625 sure, threshold 0.65": {
-        "schedule": ConfidenceThreshold(0.65),
-        "cache": "dual",
-        "cache_sure": 0.625,
+        "cache_sure": 0.9,
     },
 }
 
@@ -72,7 +66,7 @@ def run(quick: bool) -> list[dict[str, Any]]:
     shipped: Any = load_policy(str(ROOT / "dare_lightning" / "assets" / "tiny_sudoku"))
     shipped.eval()
     wide = widened(shipped, *((4, 128, 512) if quick else (8, 256, 32_000)))
-    results = on_task("embedded task", shipped, 16 if quick else 512)
+    results = on_task("embedded task", shipped, 16 if quick else 2048)
     results += on_task("embedded task, 32,000 tokens and 256 x 8", wide, 8 if quick else 64)
     return results + at_fixed_steps(quick)
 
