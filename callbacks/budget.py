@@ -29,8 +29,7 @@ class Budget(L.Callback):
     began on a GPU, of the rank that held the most. Held-out prompts and benchmarks are not counted. A resumed run goes
     on counting.
 
-    A run ends with the rollout (on fixed data: the optimiser step) in which a limit is reached. That rollout is
-    validated, whatever `check_val_every_n_epoch` says.
+    A run ends with the rollout (on fixed data: the optimiser step) in which a limit is reached.
 
     Args:
         max_passes: limit of `cost/passes`; None for none.
@@ -96,7 +95,6 @@ class Budget(L.Callback):
             self._log(pl_module)
         if not self._ended and (reached := self._reached(pl_module.device)) is not None:
             self._ended = trainer.should_stop = True
-            trainer.check_val_every_n_epoch = 1
             log.info("%s is spent: training ends here, at optimiser step %d", reached, trainer.global_step)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -15,6 +15,7 @@ from hydra.utils import get_class, get_method, instantiate
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
+from dare_lightning.callbacks.last_validation import LastValidation
 from dare_lightning.callbacks.opencompass import OpenCompassEval
 from dare_lightning.callbacks.progress import Progress
 from dare_lightning.callbacks.rollout import RolloutCallback
@@ -119,6 +120,7 @@ def build_callbacks(cfg: DictConfig, method: DiffusionPolicyModule, run_dir: Pat
     """The rollout early, so that it has collected before anything looks at an epoch; then what others may monitor."""
     # The budget before all: what others do at the end of a step or a rollout depends on whether it is the last one.
     callbacks: list[L.Callback] = [instantiate(cfg.budget)] if cfg.get("budget") else []
+    callbacks.append(LastValidation())
     if cfg.get("rollout") and method.online:
         callbacks.append(instantiate(cfg.rollout))
     callbacks += build_benchmarks(cfg, run_dir)
