@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,6 +37,16 @@ def commands() -> Iterator[tuple[str, str]]:
                     yield name(path), found.strip()
 
 
+def enough(jobs: Sequence[list[str]]) -> list[list[str]]:
+    """As few jobs of a sweep as hold every word of it; whether a word is accepted is no matter of the others.
+
+    All jobs have their words in the same places, so that from one place to the next the values can advance together.
+    """
+    values = [list(dict.fromkeys(words)) for words in zip(*jobs, strict=True)]
+    count = max(map(len, values), default=1)
+    return [[each[number % len(each)] for each in values] for number in range(count)]
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
 def test_links_lead_to_files(path: Path) -> None:
     targets = LINK.findall(path.read_text(encoding="utf-8"))
@@ -58,7 +68,7 @@ def test_commands_are_accepted(document: str, command: str, tmp_path: Path, monk
     arguments = parse(shlex.split(command))
     if arguments.help or arguments.rerun_failed or arguments.command in (None, "completion"):
         return
-    jobs = expand_sweep(arguments.overrides) if arguments.multirun else [arguments.overrides]
+    jobs = enough(expand_sweep(arguments.overrides)) if arguments.multirun else [arguments.overrides]
     for overrides in jobs:
         cfg = compose(str(arguments.command), overrides)
         with open_dict(cfg):
@@ -84,6 +94,14 @@ def _example() -> object:
     from dare_lightning.rewards.base import Example
 
     return Example([{"role": "user", "content": "1?"}], "1")
+
+
+def test_a_sweep_is_tried_with_every_word_of_it() -> None:
+    jobs = expand_sweep(["seed=1,2", "method=d1,sft,espo", "run_root=x"])
+    tried = enough(jobs)
+    assert len(tried) == 3
+    assert all(job in jobs for job in tried)
+    assert {word for job in tried for word in job} == {word for job in jobs for word in job}
 
 
 def test_the_first_screen_of_the_readme_has_the_commands() -> None:

@@ -6,7 +6,6 @@ Run from the checkout to print the table: python -m tests.methods.matrix
 
 from __future__ import annotations
 
-import copy
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -68,9 +67,17 @@ def configured(method: str) -> DictConfig:
 
 
 @cache
-def rollout(name: str) -> DictConfig:
+def written(name: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What the configured fit says of the method, and of the backend where it has one: plain values, quick to build."""
+    cfg = configured(name)
+    backend = OmegaConf.to_container(cfg.rollout.backend, resolve=True) if cfg.get("rollout") else None
+    return OmegaConf.to_container(cfg.method, resolve=True), backend
+
+
+@cache
+def rollout(name: str) -> dict[str, Any]:
     """The backend of a file of conf/rollout."""
-    return compose("fit", [f"rollout={name}", *SMALL]).rollout.backend
+    return OmegaConf.to_container(compose("fit", [f"rollout={name}", *SMALL]).rollout.backend, resolve=True)
 
 
 def needed_setting(name: str, policy: Any) -> tuple[str, Any] | None:
@@ -78,9 +85,9 @@ def needed_setting(name: str, policy: Any) -> tuple[str, Any] | None:
 
     Only what the method itself names as the way out.
     """
-    cfg = configured(name)
-    for case in get_class(cfg.method._target_).undefined:
-        if case.on == kind_of(policy) and case.instead is not None and cfg.method[case.setting] == case.value:
+    settings, _ = written(name)
+    for case in get_class(settings["_target_"]).undefined:
+        if case.on == kind_of(policy) and case.instead is not None and settings[case.setting] == case.value:
             return case.setting, case.instead
     return None
 
@@ -94,34 +101,42 @@ def built(name: str, policy: Any, held: bool = False) -> tuple[DiffusionPolicyMo
     Raises:
         Undefined: the method refuses the policy by name, or no rollout serves both.
     """
-    cfg = configured(name)
-    kind, cfg = get_class(cfg.method._target_), copy.deepcopy(cfg)
+    settings, backend = written(name)
+    kind, changed = get_class(settings["_target_"]), {}
     if (needed := needed_setting(name, policy)) is not None:
-        cfg.method[needed[0]] = needed[1]
+        changed[needed[0]] = needed[1]
     if held and kind.online and kind.uses_old_policy:
-        cfg.method.kl_coef = 0.01
+        changed["kl_coef"] = 0.01
     try:
-        method: DiffusionPolicyModule = instantiate(cfg.method, policy=policy)
+        method: DiffusionPolicyModule = instantiate(settings | changed, policy=policy)
     except InstantiationException as refusal:
         if "is defined for" not in str(refusal):
             raise
         raise Undefined(f"refused by name: {refusal.__cause__}") from refusal
-    return method, _backend(policy, method, cfg)
+    return method, _backend(policy, method, backend)
 
 
-def _backend(policy: Any, method: DiffusionPolicyModule, cfg: DictConfig) -> GenerationBackend:
+def _backend(policy: Any, method: DiffusionPolicyModule, settings: dict[str, Any] | None) -> GenerationBackend:
     """The configured backend; for a block family the first that serves it and the method's needs."""
     if policy.block_length is None:
-        return instantiate(cfg.rollout.backend) if cfg.get("rollout") else BuiltinBackend(steps=2, max_new_tokens=4)
+        return instantiate(settings) if settings is not None else BuiltinBackend(steps=2, max_new_tokens=4)
     for name in ROLLOUTS:
+        offer = _offer(name)
         try:
-            backend: GenerationBackend = instantiate(rollout(name))
-            backend.validate(policy)
-        except (ValueError, InstantiationException):
+            offer.validate(policy)
+        except ValueError:
             continue
-        if all(asdict(backend.capabilities)[need] for need in method.needs):
+        if all(asdict(offer.capabilities)[need] for need in method.needs):
+            backend: GenerationBackend = instantiate(rollout(name))
             return backend
     raise Undefined("no rollout of conf/rollout serves this family and this method")
+
+
+@cache
+def _offer(name: str) -> GenerationBackend:
+    """The backend of a file of conf/rollout, to be asked what it can do, and never used."""
+    offer: GenerationBackend = instantiate(rollout(name))
+    return offer
 
 
 def tiny(family: str) -> Any:
