@@ -87,7 +87,7 @@ class Progress(L.Callback):
         """Show the bars where validation runs alone, or say that it runs: a large policy takes minutes."""
         self._open()
         if trainer.state.fn != "fit":
-            self._print("held out: scoring")
+            self._print("evaluation: scoring")
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -165,7 +165,7 @@ class Progress(L.Callback):
 
     def _label(self, trainer: L.Trainer, ended: bool = False) -> str:
         if trainer.state.fn != "fit":
-            return "held out:"
+            return "evaluation:"
         of = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
         # The epochs that have ended are counted already at the end of training.
         return f"{self._word} {trainer.current_epoch + (not ended)}{of}"

@@ -146,10 +146,22 @@ class RolloutCallback(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse what cannot work, before anything is generated."""
         data, method = _parts(trainer)
+        self.check(type(method), data.group_size)
+        self.backend.validate(method.policy)
+        data.check_ranks(trainer.world_size)
+        data.collector = self
+        self._trainer = trainer
+
+    def check(self, method: type[DiffusionPolicyModule], group_size: int) -> None:
+        """Refuse a method and a size of groups that the backend cannot serve as it is set; no policy is needed.
+
+        Raises:
+            ValueError: naming what is missing and what gives it.
+        """
         offered = asdict(self.backend.capabilities)
         if lacking := [need for need in method.needs if not offered[need]]:
             raise ValueError(
-                f"{type(method).__name__} needs {', '.join(lacking)} from the rollout,"
+                f"{method.__name__} needs {', '.join(lacking)} from the rollout,"
                 f" which {type(self.backend).__name__} does not give as it is set: "
                 + "; ".join(WAYS[need] for need in lacking)
             )
@@ -164,15 +176,11 @@ class RolloutCallback(L.Callback):
                 " every advantage zero; choose another rollout"
             )
         size = self.backend.capabilities.group_size
-        if size is not None and size != data.group_size:
+        if size is not None and size != group_size:
             raise ValueError(
-                f"this rollout makes {size} completions of each prompt, data.group_size={data.group_size}: set"
+                f"this rollout makes {size} completions of each prompt, data.group_size={group_size}: set"
                 f" data.group_size={size}, or choose another rollout"
             )
-        self.backend.validate(method.policy)
-        data.check_ranks(trainer.world_size)
-        data.collector = self
-        self._trainer = trainer
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Collect before the first micro-batch is asked for."""

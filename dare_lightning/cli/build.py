@@ -68,13 +68,17 @@ def build(cfg: DictConfig, run_dir: Path) -> Objects:
         UserError, ValueError: parts that do not fit each other.
     """
     L.seed_everything(cfg.seed, workers=True, verbose=False)  # dropout and third-party code; our draws have streams
-    _check_family(cfg)
+    kind: type[DiffusionPolicyModule] = get_class(cfg.method._target_)
+    _check_family(kind, cfg)
+    _check_pair(kind, cfg)
+    rollout = instantiate(cfg.rollout) if cfg.get("rollout") and kind.online else None
+    if isinstance(rollout, RolloutCallback):
+        rollout.check(kind, cfg.data.group_size)
     check_benchmarks(cfg)
     policy = build_policy(cfg)
     data = instantiate(cfg.data, policy=policy)
     method = instantiate(cfg.method, policy=policy)
-    _check_pair(method, data, cfg)
-    callbacks = build_callbacks(cfg, method, run_dir)
+    callbacks = build_callbacks(cfg, rollout, run_dir)
     trainer: L.Trainer = instantiate(
         cfg.trainer,
         accelerator=accelerator(str(cfg.trainer.get("accelerator", "auto"))),
@@ -85,23 +89,22 @@ def build(cfg: DictConfig, run_dir: Path) -> Objects:
     return Objects(policy, data, method, trainer)
 
 
-def _check_family(cfg: DictConfig) -> None:
+def _check_family(method: type[DiffusionPolicyModule], cfg: DictConfig) -> None:
     """Refuse a method on a family on which it is not defined before the weights are read, where the family is known."""
-    method: type[DiffusionPolicyModule] = get_class(cfg.method._target_)
     found = announced(get_method(cfg.model._target_), cfg.model.get("path"))
     if found is not None:
         check_defined(method.__name__, method.undefined, *found, settings=cfg.method)
 
 
-def _check_pair(method: DiffusionPolicyModule, data: Any, cfg: DictConfig) -> None:
-    name = type(method).__name__
-    if method.compares_pairs and not isinstance(data, PreferenceDataModule):
+def _check_pair(method: type[DiffusionPolicyModule], cfg: DictConfig) -> None:
+    name, data = method.__name__, get_class(cfg.data._target_)
+    if method.compares_pairs and not issubclass(data, PreferenceDataModule):
         raise UserError(f"{name} compares pairs of answers; choose data=preference or sudoku_preference")
-    if not method.compares_pairs and isinstance(data, PreferenceDataModule):
+    if not method.compares_pairs and issubclass(data, PreferenceDataModule):
         raise UserError(f"{name} would learn from both answers of a pair alike; choose method=vrpo, or other data")
-    if method.online and not isinstance(data, PromptDataModule):
+    if method.online and not issubclass(data, PromptDataModule):
         raise UserError(f"{name} trains on rollouts and needs prompts; choose data=gsm8k, math, countdown or sudoku")
-    if not method.online and isinstance(data, PromptDataModule):
+    if not method.online and issubclass(data, PromptDataModule):
         raise UserError(f"{name} trains on given answers; choose data=sft, gsm8k_sft or sudoku_sft")
     if method.online and not cfg.get("rollout"):
         raise UserError(f"{name} needs a rollout; choose rollout=builtin")
@@ -116,13 +119,13 @@ def _check_pair(method: DiffusionPolicyModule, data: Any, cfg: DictConfig) -> No
         )
 
 
-def build_callbacks(cfg: DictConfig, method: DiffusionPolicyModule, run_dir: Path) -> list[L.Callback]:
+def build_callbacks(cfg: DictConfig, rollout: L.Callback | None, run_dir: Path) -> list[L.Callback]:
     """The rollout early, so that it has collected before anything looks at an epoch; then what others may monitor."""
     # The budget before all: what others do at the end of a step or a rollout depends on whether it is the last one.
     callbacks: list[L.Callback] = [instantiate(cfg.budget)] if cfg.get("budget") else []
     callbacks.append(LastValidation())
-    if cfg.get("rollout") and method.online:
-        callbacks.append(instantiate(cfg.rollout))
+    if rollout is not None:
+        callbacks.append(rollout)
     callbacks += build_benchmarks(cfg, run_dir)
     callbacks += [instantiate(node) for node in (cfg.get("callbacks") or {}).values()]
     progress = next((c for c in callbacks if isinstance(c, Progress)), None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class UserError(Exception):
@@ -15,3 +16,12 @@ class UserError(Exception):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems: Sequence[str] = problems
+
+
+@contextmanager
+def before_the_start() -> Iterator[None]:
+    """Here what is refused or missing (ValueError, FileNotFoundError) is the user's to correct: nothing was started."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        raise UserError(str(error)) from error

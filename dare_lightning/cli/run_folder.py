@@ -177,7 +177,7 @@ class Run:
             return "interrupted", "terminated"
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return "finished", ""
-        self.exit_code = 2 if isinstance(error, UserError) else 1
+        self.exit_code = 2 if _kept_from_starting(error) else 1
         message = describe(error)
         self._log_to_file(logging.ERROR, f"{message}\n{details}")
         fail(message, details if self.show_traceback else None)

@@ -102,7 +102,7 @@ def test_a_validation_alone_says_that_it_runs_and_how_far_it_is(tmp_path: Path) 
     class Denoise(L.Callback):
         def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             said = output.getvalue()
-            assert re.fullmatch(r"\[\d+:\d\d\] held out: scoring\n", said), said
+            assert re.fullmatch(r"\[\d+:\d\d\] evaluation: scoring\n", said), said
             report = progress.rollout_progress("held-out")
             report(1, 4)  # too soon for a line
             time.sleep(0.05)
@@ -112,4 +112,4 @@ def test_a_validation_alone_says_that_it_runs_and_how_far_it_is(tmp_path: Path) 
     trainer(tmp_path, callbacks=[progress, Denoise()]).validate(Toy(), loader(), verbose=False)
     lines = output.getvalue().splitlines()
     assert [line.partition("] ")[2] for line in lines[1:-1]] == ["held-out: denoising step 2 of 4"]
-    assert "held out: step 0" in lines[-1]
+    assert "evaluation: step 0" in lines[-1]

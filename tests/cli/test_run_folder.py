@@ -55,10 +55,10 @@ def test_a_failed_run_shows_one_line_and_logs_the_traceback(tiny: Tiny, tmp_path
 
 def test_a_mistake_found_while_building_leaves_no_folder(tiny: Tiny, tmp_path: Path) -> None:
     result = tiny("seed=5")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert result.stderr.splitlines() == ["training with seed 5", "error: data: the sizes do not divide"]
     assert not (tmp_path / "runs").exists()
-    assert tiny("seed=5", "run_dir=asked").returncode == 1
+    assert tiny("seed=5", "run_dir=asked").returncode == 2
     assert "the sizes do not divide" in (tmp_path / "asked" / "job.log").read_text()
 
 

@@ -22,6 +22,7 @@ from dare_lightning.cli.benchmarks import (
     show_record,
 )
 from dare_lightning.cli.build import Objects, build
+from dare_lightning.cli.errors import before_the_start
 from dare_lightning.cli.inherit import recipe_of
 from dare_lightning.cli.load import fill_from_checkpoint
 from dare_lightning.evaluation.results import BenchmarkResult, find_record
@@ -39,8 +40,9 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
             cfg.eval.at_start = True
         if not heldout:
             cfg.callbacks = {name: node for name, node in (cfg.callbacks or {}).items() if name != "validation"}
-    objects = build(cfg, run_dir)
-    fill_from_checkpoint(objects.policy, cfg)
+    with before_the_start():
+        objects = build(cfg, run_dir)
+        fill_from_checkpoint(objects.policy, cfg)
     before = None if cfg.rerun_path is None else recipe_of(Path(cfg.rerun_path))[1]
     if before is not None:
         check_same_weights(objects.policy, before, Path(cfg.rerun_path))

@@ -21,7 +21,7 @@ from dare_lightning.callbacks.tracking import MLflowLogger
 from dare_lightning.cli.benchmarks import as_written, failed_benchmarks
 from dare_lightning.cli.build import Objects, build
 from dare_lightning.cli.console import say
-from dare_lightning.cli.errors import UserError
+from dare_lightning.cli.errors import before_the_start
 from dare_lightning.cli.run_folder import TERMINATED
 from dare_lightning.datamodules.prompts import PromptDataModule
 from dare_lightning.export import export_policy
@@ -41,11 +41,9 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
     """
     # Checkpoints hold tensors, numbers and strings only, so that reading one cannot run code.
     resume = resume_path(cfg)
-    try:
+    with before_the_start():
         objects = build(cfg, run_dir)
         _check_training(objects)
-    except ValueError as error:  # parts that do not fit each other
-        raise UserError(str(error)) from error
     summary = next((c for c in _callbacks(objects.trainer) if isinstance(c, Summary)), None)
     if summary is not None:
         summary.show = False

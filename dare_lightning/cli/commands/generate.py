@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from dare_lightning.cli.errors import UserError
+from dare_lightning.cli.errors import UserError, before_the_start
 from dare_lightning.cli.load import load_policy
 from dare_lightning.datamodules.chat import encode_prompt
 from dare_lightning.datamodules.prompts import PromptDataModule
@@ -29,9 +29,10 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
     """Answer prompts; print them in the colours of their denoising order, or as JSON; returns the exit status."""
     if not cfg.get("rollout"):
         raise UserError("nothing to generate with: add rollout=builtin")
-    policy = load_policy(cfg)
-    backend = instantiate(cfg.rollout.backend)
-    backend.validate(policy)
+    with before_the_start():
+        policy = load_policy(cfg)
+        backend = instantiate(cfg.rollout.backend)
+        backend.validate(policy)
     backend.update_weights(policy, version=0)
     # Where completions share a tree, each prompt gets as many as it has leaves.
     prompts = [ids for ids in _prompts(cfg, policy) for _ in range(backend.capabilities.group_size or 1)]
