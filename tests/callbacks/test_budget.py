@@ -19,11 +19,6 @@ NAMES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def spent(record: Record, name: str) -> list[float]:
     return record.series(f"cost/{name}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -18,11 +17,6 @@ from dare_lightning.replay.batch import SequenceBatch
 from dare_lightning.rewards.base import Example, Verdict
 from tests.equalities.conftest import Offline, Online, Record, sampler
 from tests.tiny import END_OF_TURN, EOS
-
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 class Scripted:

@@ -19,11 +19,6 @@ from dare_lightning.callbacks.rollout_checkpoint import RolloutCheckpoint, Strai
 from tests.equalities.conftest import Offline, Online, weights
 
 
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk on which two checkpoints have room (those of `Offline` take about 270 kB), but not three."""

@@ -18,11 +18,6 @@ from tests.equalities.conftest import Offline, Online, Record, sampler, trainer
 from tests.tiny import tiny_llada
 
 
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def test_metrics_are_means_over_the_held_out_prompts_and_repeat() -> None:
     run, callback = Online(val_prompts=5), HeldOutValidation(sampler(0.0), table_rows=3)
     runner = trainer([callback])
