@@ -379,7 +379,7 @@ class DiffusionPolicyModule(L.LightningModule):
         gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
         self.log("train/grad_norm", torch.nn.utils.get_total_norm(gradients))
         self.log("train/learning_rate", optimizer.param_groups[0]["lr"])
-        for name, value in self._step_metrics.values(self.device).items():
+        for name, value in self._step_metrics.values().items():
             self.log(f"train/{name}", value, prog_bar=name == "loss")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dare_lightning.diffusion.diagnostics import EntropySum, Metrics, derived, estimator_spread
-from dare_lightning.parallel.collectives import sum_over_ranks
+from dare_lightning.parallel.collectives import gather_objects
 
 
 class MicroBatchMetrics:
@@ -52,17 +52,18 @@ class StepMetrics:
             known[0] += total
             known[1] = weight if add else known[1] + weight
 
-    def values(self, device: torch.device) -> dict[str, Tensor]:
-        """The step's values, and what follows from them; then begin anew. Every rank must call it.
+    def values(self) -> dict[str, Tensor]:
+        """The step's values, float64, and what follows from them; then begin anew. Every rank must call it.
 
         What had no weight on any rank has no value: in a step that runs no sample there is no ratio.
         """
-        if not self._pairs:
-            return {}
-        # One message for all of them; a mean of the ranks' quotients would weigh their samples differently.
-        pairs = torch.stack([torch.stack(pair).double() for pair in self._pairs.values()])
-        totals, weights = sum_over_ranks(pairs, device).unbind(1)
-        values, reported = totals / weights, (weights > 0).tolist()
-        named = {name: value for name, value, known in zip(self._pairs, values, reported, strict=True) if known}
+        own = {name: torch.stack(pair).double().cpu() for name, pair in self._pairs.items()}
         self._pairs.clear()
+        # By name: a rank whose samples were all left out measures less than the others. A mean of the ranks' quotients
+        # would weigh their samples differently.
+        summed: dict[str, Tensor] = {}
+        for pairs in gather_objects(own):
+            for name, pair in pairs.items():
+                summed[name] = summed[name] + pair if name in summed else pair
+        named = {name: pair[0] / pair[1] for name, pair in summed.items() if pair[1] > 0}
         return named | derived(named)

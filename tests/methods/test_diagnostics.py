@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dare_lightning.diffusion.diagnostics import EntropySum
 from dare_lightning.families import base
+from dare_lightning.methods import step_metrics
 from dare_lightning.methods.bgpo import BGPO
 from dare_lightning.methods.cj_grpo import CJGRPO
 from dare_lightning.methods.d1 import D1
@@ -129,4 +130,12 @@ def test_what_nothing_was_measured_on_is_not_reported() -> None:
     step = StepMetrics()
     nothing, one = torch.tensor(0.0), torch.tensor(1.0)
     step.note({"loss": (nothing, one), "ratio_mean": (nothing, nothing), "ratio_square_mean": (nothing, nothing)})
-    assert step.values(torch.device("cpu")).keys() == {"loss"}
+    assert step.values().keys() == {"loss"}
+
+
+def test_ranks_that_measured_different_things_are_joined_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = {"kl": torch.tensor([3.0, 1.0]).double(), "loss": torch.tensor([1.0, 3.0]).double()}
+    monkeypatch.setattr(step_metrics, "gather_objects", lambda own: [own, other])
+    step = StepMetrics()
+    step.note({"loss": (torch.tensor(2.0), torch.tensor(1.0))})
+    assert {name: float(value) for name, value in step.values().items()} == {"loss": 0.75, "kl": 3.0}
