@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import lightning as L
 import torch
-from hydra.utils import get_class, get_method, instantiate
+from hydra.utils import get_class, get_method, get_object, instantiate
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
@@ -70,13 +70,16 @@ def build(cfg: DictConfig, run_dir: Path) -> Objects:
     L.seed_everything(cfg.seed, workers=True, verbose=False)  # dropout and third-party code; our draws have streams
     kind: type[DiffusionPolicyModule] = get_class(cfg.method._target_)
     _check_family(kind, cfg)
-    _check_pair(kind, cfg)
+    source = get_object(cfg.data._target_)
+    if isinstance(source, type):  # what a function returns is known when it has
+        _check_pair(kind, source, cfg)
     rollout = instantiate(cfg.rollout) if cfg.get("rollout") and kind.online else None
-    if isinstance(rollout, RolloutCallback):
+    if isinstance(rollout, RolloutCallback) and "group_size" in cfg.data:
         rollout.check(kind, cfg.data.group_size)
     check_benchmarks(cfg)
     policy = build_policy(cfg)
     data = instantiate(cfg.data, policy=policy)
+    _check_pair(kind, type(data), cfg)
     method = instantiate(cfg.method, policy=policy)
     callbacks = build_callbacks(cfg, rollout, run_dir)
     trainer: L.Trainer = instantiate(
@@ -96,8 +99,8 @@ def _check_family(method: type[DiffusionPolicyModule], cfg: DictConfig) -> None:
         check_defined(method.__name__, method.undefined, *found, settings=cfg.method)
 
 
-def _check_pair(method: type[DiffusionPolicyModule], cfg: DictConfig) -> None:
-    name, data = method.__name__, get_class(cfg.data._target_)
+def _check_pair(method: type[DiffusionPolicyModule], data: type, cfg: DictConfig) -> None:
+    name = method.__name__
     if method.compares_pairs and not issubclass(data, PreferenceDataModule):
         raise UserError(f"{name} compares pairs of answers; choose data=preference or sudoku_preference")
     if not method.compares_pairs and issubclass(data, PreferenceDataModule):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra.utils import instantiate
+from omegaconf import DictConfig, open_dict
 
 from dare_lightning.cli.build import build
 from dare_lightning.cli.compose import compose
 from dare_lightning.cli.errors import UserError
+from dare_lightning.datamodules.prompts import PromptDataModule
 
 MISFITS = [
     (["method=mdpo", "rollout=fast_dllm"], "MDPO needs states from the rollout, which BuiltinBackend does not give"),
@@ -21,8 +25,31 @@ MISFITS = [
 ]
 
 
+def composed(*words: str) -> DictConfig:
+    cfg = compose("fit", words)
+    with open_dict(cfg):
+        cfg.pop("hydra")
+    return cfg
+
+
 @pytest.mark.parametrize(("words", "message"), MISFITS)
 def test_a_misfit_is_named_before_weights_are_read(words: list[str], message: str, tmp_path: Path) -> None:
-    cfg = compose("fit", [*words, "model=llada", f"model.path={tmp_path}"])
+    cfg = composed(*words, "model=llada", f"model.path={tmp_path}")
     with pytest.raises((UserError, ValueError), match=message):
+        build(cfg, tmp_path)
+
+
+def sudoku_prompts(policy: Any, **settings: Any) -> Any:
+    """Data that come from a function."""
+    return instantiate(composed("data=sudoku_compact").data, policy=policy, **settings)
+
+
+def test_data_may_come_from_a_function(tmp_path: Path) -> None:
+    words = ["model=new_tiny_llada", "logger=none", "trainer=cpu", f"run_dir={tmp_path}"]
+    cfg = composed("method=d1", *words)
+    cfg.data = {"_target_": "tests.cli.test_build.sudoku_prompts", "seed": 1}
+    assert isinstance(build(cfg, tmp_path).data, PromptDataModule)
+    cfg = composed("method=sft", "data=sudoku_sft", *words)
+    cfg.data = {"_target_": "tests.cli.test_build.sudoku_prompts"}
+    with pytest.raises(UserError, match="SFT trains on given answers"):
         build(cfg, tmp_path)
