@@ -1,8 +1,9 @@
 """A Python that has imported everything heavy and becomes, once forked, whatever program it is asked for.
 
-`python -m tests.fork_server <fd>`, started by `tests/processes.py`. Nothing but imports is shared: a child has its own
-session, streams, environment, folder and arguments, runs `__main__` of its module as `python -m` does, and ends as an
-interpreter ends. The server starts no thread, so that a fork copies everything there is.
+`python -m tests.fork_server <fd>`, started by `tests/processes.py` and shared by the workers of a test run. Nothing but
+imports is shared with a child: it has its own session, streams, environment, folder and arguments, runs `__main__` of
+its module as `python -m` does, and ends as an interpreter ends. The server starts no thread, so that a fork copies
+everything there is.
 """
 
 from __future__ import annotations
@@ -46,35 +47,39 @@ class Command:
     environment: dict[str, str]
 
 
-def serve(control: socket.socket) -> Command | None:
-    """Fork a child for each request until nobody asks any more; returns in every child what it is to run.
+def serve(listener: socket.socket) -> Command | None:
+    """Fork a child for each request until nobody is connected any more; returns in every child what it is to run.
 
     A request is one byte with four descriptors: input, output, errors, and a channel on which the command comes and the
     process id and the exit status go. Whoever closes a channel wants its child dead.
     """
     running: dict[int, socket.socket] = {}
-    while True:
-        watched = [control, *running.values()]
+    controls = [listener.accept()[0]]
+    listener.setblocking(False)
+    while controls:
+        watched = [listener, *controls, *running.values()]
         ready = select.select(watched, [], [], _SECONDS_BETWEEN_LOOKS if running else None)[0]
         _look_after(running, ready)
-        if control not in ready:
-            continue
-        asked, descriptors, _, _ = socket.recv_fds(control, 1, 4)
-        if not asked:
-            for process in running:
-                os.kill(process, signal.SIGKILL)
-            return None
-        channel = socket.socket(fileno=descriptors[3])
-        with channel.makefile() as stream:
-            command = Command(**json.loads(stream.readline()))
-        process = os.fork()
-        if process == 0:
-            _take_over(descriptors[:3], [control, channel, *running.values()])
-            return command
-        for descriptor in descriptors[:3]:
-            os.close(descriptor)
-        _tell(channel, process)
-        running[process] = channel
+        for control in [control for control in controls if control in ready]:
+            asked, descriptors, _, _ = socket.recv_fds(control, 1, 4)
+            if not asked:
+                controls.remove(control)
+                continue
+            channel = socket.socket(fileno=descriptors[3])
+            with channel.makefile() as stream:
+                command = Command(**json.loads(stream.readline()))
+            process = os.fork()
+            if process == 0:
+                _take_over(descriptors[:3], [listener, *controls, channel, *running.values()])
+                return command
+            for descriptor in descriptors[:3]:
+                os.close(descriptor)
+            _tell(channel, process)
+            running[process] = channel
+        with contextlib.suppress(BlockingIOError):
+            controls.append(listener.accept()[0])
+    _look_after(running, list(running.values()))
+    return None
 
 
 def _look_after(running: dict[int, socket.socket], ready: list[socket.socket]) -> None:
@@ -130,10 +135,11 @@ def _leave(status: int) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()
     for module in PRELOADED if FRESH not in os.environ else ():
         importlib.import_module(module)
-    gc.collect()
     gc.freeze()
+    gc.enable()
     wanted = serve(socket.socket(fileno=int(sys.argv[1])))
     if wanted is not None:
         become(wanted)

@@ -8,6 +8,7 @@ statuses, output and folders are those of any process. What is shared is what im
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -116,19 +117,42 @@ def run(module: str, *words: str, cwd: Path, env: Mapping[str, str] | None = Non
 
 
 @cache
-def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """What the server is asked through, and its process, which ends when nobody can ask any more."""
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())]
+def _server() -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
+    """What the server is asked through, and its process where it was started here; it ends when nobody can ask.
+
+    The workers of a test run share one where the system has addresses without a file, by which they find it.
+    """
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"\0dare-{run}" if run and sys.platform == "linux" else f"{folder}/socket"
+        while True:
+            ours = socket.socket(socket.AF_UNIX)
+            try:
+                ours.connect(address)
+                return ours, None
+            except (ConnectionRefusedError, FileNotFoundError):
+                pass
+            with socket.socket(socket.AF_UNIX) as listener:
+                try:
+                    listener.bind(address)
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:  # another worker is about to listen
+                        raise
+                    continue
+                listener.listen()
+                ours.connect(address)
+                return ours, _started(listener)
+
+
+def _started(listener: socket.socket) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.fork_server", str(listener.fileno())]
     nowhere = subprocess.DEVNULL
-    with theirs:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment(),
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-            stdin=nowhere,
-            stdout=nowhere,
-        )
-    return ours, process
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        pass_fds=[listener.fileno()],
+        start_new_session=True,
+        stdin=nowhere,
+        stdout=nowhere,
+    )

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from benchmarks import __main__ as program
-from benchmarks import block, compare, decoding, memory, packing, rows, startup, training, widened
+from benchmarks import block, compare, decoding, packing, rows, startup, training, widened
 from dare_lightning.families.tiny import new_tiny_sdar
 from dare_lightning.generation.block import BlockBackend
 from dare_lightning.generation.block_steps import MostConfident
 from dare_lightning.generation.engine import Stats
 from dare_lightning.methods.coupled_grpo import CoupledGRPO
 from dare_lightning.methods.sft import SFT
+from tests.peak import measured
 from tests.tiny import tiny_llada
 
 
@@ -57,7 +58,7 @@ def test_plain_block_decoding_and_scoring_compute_the_same() -> None:
 
 
 def test_pieces_of_the_head_take_less_memory_than_all_logits() -> None:
-    whole, pieces = (memory._measured(16_000, flag, 2048) for flag in (False, True))
+    whole, pieces = (measured("memory", 16_000, flag, 2048) for flag in (False, True))
     assert pieces < 0.9 * whole
 
 
@@ -76,7 +77,7 @@ def test_both_gradient_plans_of_the_memory_benchmark_take_the_same_step(name: st
 
 @pytest.mark.slow
 def test_a_step_of_many_rows_takes_the_memory_of_few() -> None:
-    few, many, single = (rows.measured("cj_grpo", *point) for point in ((4, False), (16, False), (16, True)))
+    few, many, single = (measured("rows", "cj_grpo", *point) for point in ((4, False), (16, False), (16, True)))
     assert many < 1.5 * few
     assert single > 3 * many
 
@@ -89,14 +90,14 @@ def test_steps_with_different_losses_are_not_compared() -> None:
 def test_the_program_names_the_machine_and_writes_what_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measured = [startup._result("help", [startup.Start(1.0, 0.9), startup.Start(0.5, 0.4), startup.Start(0.75, 0.25)])]
-    monkeypatch.setitem(program.GROUPS, "startup", lambda quick: measured)
+    found = [startup._result("help", [startup.Start(1.0, 0.9), startup.Start(0.5, 0.4), startup.Start(0.75, 0.25)])]
+    monkeypatch.setitem(program.GROUPS, "startup", lambda quick: found)
     assert program.main(["--only", "startup", "--json", str(tmp_path / "out.json")]) == 0
     shown = capsys.readouterr().out
     assert "processor" in shown
     assert "| help (0.4 s of processor time) | 3 | 0.75 | 4.00x |" in shown
     written = json.loads((tmp_path / "out.json").read_text())
-    assert written["results"] == {"startup": measured}
+    assert written["results"] == {"startup": found}
     assert written["machine"]["torch"] == torch.__version__
 
 

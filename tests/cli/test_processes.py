@@ -65,7 +65,10 @@ def test_a_program_does_not_outlive_who_started_it(probe: Path) -> None:
 
 
 def test_the_server_has_one_thread(probe: Path) -> None:
-    assert psutil.Process(processes._server()[1].pid).num_threads() == 1
+    server = psutil.Process(_waiting(probe).pid).parent()
+    assert server is not None
+    assert "tests.fork_server" in server.cmdline()
+    assert server.num_threads() == 1
 
 
 def _waiting(probe: Path) -> Process:
