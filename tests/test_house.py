@@ -66,8 +66,9 @@ def imported(node: ast.AST) -> Iterator[str]:
                 yield from (f"{found.module}.{alias.name}" for alias in found.names)
 
 
-def functions(path: Path) -> Iterator[Function]:
-    yield from (node for node in ast.walk(tree(path)) if isinstance(node, Function))
+@cache
+def functions(path: Path) -> list[Function]:
+    return [node for node in ast.walk(tree(path)) if isinstance(node, Function)]
 
 
 def name(path: Path) -> str:
