@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import lightning as L
 import torch
-from hydra.utils import get_class, get_method, get_object, instantiate
+from hydra.utils import get_method, get_object, instantiate
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
@@ -68,9 +68,11 @@ def build(cfg: DictConfig, run_dir: Path) -> Objects:
         UserError, ValueError: parts that do not fit each other.
     """
     L.seed_everything(cfg.seed, workers=True, verbose=False)  # dropout and third-party code; our draws have streams
-    kind: type[DiffusionPolicyModule] = get_class(cfg.method._target_)
+    kind = _located(cfg, "method")
+    if not isinstance(kind, type) or not issubclass(kind, DiffusionPolicyModule):
+        raise UserError(f"method._target_={cfg.method._target_} is no subclass of DiffusionPolicyModule")
     _check_family(kind, cfg)
-    source = get_object(cfg.data._target_)
+    source = _located(cfg, "data")
     if isinstance(source, type):  # what a function returns is known when it has
         _check_pair(kind, source, cfg)
     rollout = instantiate(cfg.rollout) if cfg.get("rollout") and kind.online else None
@@ -78,6 +80,8 @@ def build(cfg: DictConfig, run_dir: Path) -> Objects:
         rollout.check(kind, cfg.data.group_size)
     check_benchmarks(cfg)
     policy = build_policy(cfg)
+    if isinstance(rollout, RolloutCallback):
+        rollout.backend.validate(policy)
     data = instantiate(cfg.data, policy=policy)
     _check_pair(kind, type(data), cfg)
     method = instantiate(cfg.method, policy=policy)
@@ -90,6 +94,19 @@ def build(cfg: DictConfig, run_dir: Path) -> Objects:
     )
     trainer.accumulate_grad_batches = data.micro_batches_per_step(trainer.world_size)
     return Objects(policy, data, method, trainer)
+
+
+def _located(cfg: DictConfig, key: str) -> Any:
+    """The class or function that a part of the configuration is built with.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    try:
+        return get_object(cfg[key]._target_)
+    except Exception as error:  # the module may fail in any way
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise UserError(f"{key}._target_={cfg[key]._target_} cannot be imported: {reason}") from error
 
 
 def _check_family(method: type[DiffusionPolicyModule], cfg: DictConfig) -> None:

@@ -20,8 +20,8 @@ class UserError(Exception):
 
 @contextmanager
 def before_the_start() -> Iterator[None]:
-    """Here what is refused or missing (ValueError, FileNotFoundError) is the user's to correct: nothing was started."""
+    """Here what is refused or missing is the user's to correct: nothing was started."""
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ImportError) as error:
         raise UserError(str(error)) from error

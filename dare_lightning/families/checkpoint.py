@@ -104,7 +104,8 @@ def load_weights(module: nn.Module, folder: Path, dtype: str | None = None) -> N
 
     Raises:
         FileNotFoundError: no weights, or a shard is missing.
-        ValueError: a damaged file, missing or unexpected tensors, wrong shapes, or an unknown dtype.
+        ValueError: a damaged file, missing or unexpected tensors, wrong shapes, an unknown dtype, or several of them
+            where none is asked for.
     """
     wanted = parse_dtype(dtype)
     files = _weight_files(folder)
@@ -124,7 +125,28 @@ def load_weights(module: nn.Module, folder: Path, dtype: str | None = None) -> N
                 if wanted is not None:
                     value = value.to(torch.promote_types(value.dtype, wanted) if name in buffers else wanted)
                 places.put(state, name, value)
+    _check_one_dtype(module, state, folder)
     module.load_state_dict(state, strict=True, assign=True)
+
+
+def _check_one_dtype(module: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
+    """Layers multiply what others hand them: weights of two dtypes would fail in the first forward pass.
+
+    Parameters of modules with `own_precision` are left out: these convert what they read.
+
+    Raises:
+        ValueError: naming an example of each dtype.
+    """
+    examples: dict[torch.dtype, str] = {}
+    for prefix, part in module.named_modules():
+        if getattr(part, "own_precision", False):
+            continue
+        for name, _ in part.named_parameters(prefix, recurse=False):
+            if name in state:
+                examples.setdefault(state[name].dtype, name)
+    if len(examples) > 1:
+        kinds = ", ".join(f"{name} in {str(kind).removeprefix('torch.')}" for kind, name in examples.items())
+        raise ValueError(f"{folder} holds weights of several dtypes ({kinds}): set model.dtype to one, such as float32")
 
 
 def save_checkpoint(

@@ -112,6 +112,7 @@ class GroupLimitedGate(nn.Module):
     Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2, with groups scored by their two best experts.
     """
 
+    own_precision = True
     expert_bias: Tensor
 
     def __init__(self, width: int, count: int, groups: int, kept_groups: int, top_k: int, scale: float) -> None:

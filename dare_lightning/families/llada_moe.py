@@ -143,10 +143,14 @@ class LLaDAMoE(MaskedPolicy):
 
     @staticmethod
     def matches(config: dict[str, Any]) -> bool:
-        """Whether this config.json is a LLaDA-MoE. It carries the dense model's model_type, or one of its own."""
+        """Whether this config.json is a LLaDA-MoE: its experts say so, whatever model_type it carries.
+
+        `expert_intermediate_size` is a key of this family alone; other families with experts have names of their own.
+        """
         if "LLaDAMoE" in str(config.get("architectures")):
             return True
-        return bool(config.get("num_experts")) and config.get("model_type") in ("llada", "lladamoe")
+        named = config.get("model_type") in ("llada", "lladamoe") or "expert_intermediate_size" in config
+        return bool(config.get("num_experts")) and named
 
     @classmethod
     def from_pretrained(

@@ -122,7 +122,7 @@ class BuiltinBackend:
     def __post_init__(self) -> None:
         self._check_values()
         self._steps: StepPolicy = EvenSchedule() if self.schedule is None else self.schedule
-        check_sure(self.cache_sure, self.cache, self._steps)
+        check_sure(self.cache_sure, self.cache, self.cache_refresh, self._steps)
         if self.cache_sure is not None:
             self._steps = SureOfStale(self._steps, self.cache_sure)
         if self.first_column_first:
@@ -197,6 +197,11 @@ class BuiltinBackend:
             raise ValueError(
                 f"running_confidence needs a schedule that says how many masks each step leaves, {name} does not; use "
                 "EvenSchedule or MaskRatioSchedule"
+            )
+        if self.order_temperature > 0:
+            raise ValueError(
+                f"order_temperature={self.order_temperature} would make running_confidence remember noise in place of"
+                " confidence; set it to 0"
             )
         if self.early_stop:
             raise ValueError(

@@ -182,11 +182,12 @@ class SureOfStale(Wrapped):
         return torch.where(place.fresh[:, None], self.inner.select(score, open_, place), open_ & (score >= self.sure))
 
 
-def check_sure(sure: float | None, kind: str | None, steps: StepPolicy) -> None:
+def check_sure(sure: float | None, kind: str | None, refresh_every: int | None, steps: StepPolicy) -> None:
     """Refuse a `cache_sure` that means nothing.
 
     Raises:
-        ValueError: out of range, without a cache, or with a schedule that does not commit by what it is sure of.
+        ValueError: out of range, without a cache that is ever relied on, or with a schedule that does not commit by
+            what it is sure of.
     """
     if sure is None:
         return
@@ -194,6 +195,8 @@ def check_sure(sure: float | None, kind: str | None, steps: StepPolicy) -> None:
         raise ValueError(f"cache_sure={sure} must lie in [0, 1]: it is compared with probabilities")
     if kind is None:
         raise ValueError(f"cache_sure={sure} says what a cached pass may commit; set cache to prefix or dual")
+    if refresh_every == 1:
+        raise ValueError(f"cache_sure={sure} has no say where cache_refresh=1 reads everything in every pass; drop one")
     if steps.planned or not steps.compares_probabilities:
         raise ValueError(
             f"cache_sure={sure} needs a schedule that commits by confidence in as many passes as it takes; use"

@@ -39,6 +39,24 @@ def test_a_misfit_is_named_before_weights_are_read(words: list[str], message: st
         build(cfg, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data._target_=mylib.Nope"], "data._target_=mylib.Nope cannot be imported: No module named 'mylib'"),
+        (
+            ["method._target_=dare_lightning.methods.d1.D2"],
+            "method._target_=dare_lightning.methods.d1.D2 cannot be imp",
+        ),
+        (["method._target_=dare_lightning.conf_unknown"], "method._target_=dare_lightning.conf_unknown cannot be imp"),
+        (["method._target_=builtins.print"], "method._target_=builtins.print is no subclass of DiffusionPolicyModule"),
+        (["data=sudoku", "model=new_tiny_sdar", "rollout=builtin"], "the policy is a block-diffusion model"),
+    ],
+)
+def test_what_a_run_cannot_be_built_from_is_named_with_its_key(words: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises((UserError, ValueError), match=message):
+        build(composed("method=d1", "logger=none", "trainer=cpu", *words), tmp_path)
+
+
 def sudoku_prompts(policy: Any, **settings: Any) -> Any:
     """Data that come from a function."""
     return instantiate(composed("data=sudoku_compact").data, policy=policy, **settings)

@@ -72,6 +72,15 @@ def test_the_dtype_option_casts_on_load(folder):
         LLaDA.from_pretrained(str(folder), dtype="int8")
 
 
+def test_weights_of_several_dtypes_need_one_to_be_chosen(folder):
+    state = load_file(folder / "model.safetensors")
+    norms = {name: value for name, value in state.items() if value.dim() == 1}
+    save_file({name: value.bfloat16() for name, value in state.items()} | norms, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"several dtypes \(.*wte.weight in bfloat16, .*norm.* in float32\): set mo"):
+        LLaDA.from_pretrained(str(folder))
+    assert torch.isfinite(LLaDA.from_pretrained(str(folder), dtype="bfloat16")(torch.tensor([[5, 6]]))).all()
+
+
 def test_a_missing_shard_is_named(sharded):
     next(iter(sorted(sharded.glob("model-00002*")))).unlink()
     with pytest.raises(FileNotFoundError, match="model-00002-of"):

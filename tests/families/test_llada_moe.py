@@ -202,6 +202,8 @@ def test_missing_config_keys_are_named():
         {"model_type": "lladamoe", "num_experts": 8},
         {"model_type": "llada", "architectures": ["LLaDAMoEModel"]},
         {"architectures": ["LLaDAMoEModelLM"], "num_experts": 8},
+        {"model_type": "Dream", "num_experts": 8, "expert_intermediate_size": 64},
+        {"model_type": None, "num_experts": 8, "expert_intermediate_size": 64},
     ],
     ids=str,
 )

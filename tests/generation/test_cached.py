@@ -13,6 +13,10 @@ from dare_lightning.families.attention import KeyValueCache
 from dare_lightning.families.load import load_policy
 from dare_lightning.families.tiny import new_tiny_dream, new_tiny_llada, new_tiny_llada_moe
 from dare_lightning.generation.builtin import BuiltinBackend
+from dare_lightning.generation.cached import SureOfStale
+from dare_lightning.generation.canvas import masked_canvas
+from dare_lightning.generation.layout import even_layout
+from dare_lightning.generation.schedule import Place
 from dare_lightning.generation.threshold import ConfidenceFactor, ConfidenceThreshold, QuotaThreshold
 from dare_lightning.replay.batch import SequenceBatch
 from dare_lightning.rewards.sudoku import SudokuReward
@@ -148,6 +152,28 @@ def test_what_a_cached_pass_is_unsure_of_waits_for_one_that_reads_everything() -
     assert fewer < columns
 
 
+def test_a_cautious_row_reads_everything_after_a_pass_that_committed_fewer_than_two_tokens() -> None:
+    canvas = masked_canvas([[5], [6], [7]], even_layout(6, 6, None), 4, 0, torch.device("cpu"))
+    rows, zeros = torch.arange(3), torch.zeros(3, 6)
+    assert canvas.fresh(rows).tolist() == [True] * 3
+    counts = torch.tensor([0, 1, 2])
+    canvas.commit(rows, torch.arange(6) < counts[:, None], zeros.long(), zeros)
+    assert canvas.fresh(rows).tolist() == [False] * 3
+    canvas.cautious = True
+    assert canvas.fresh(rows).tolist() == [True, True, False]
+    assert canvas.place(rows).fresh.tolist() == [True, True, False]
+
+
+def test_a_cached_pass_commits_what_it_is_sure_of_and_nothing_else() -> None:
+    zeros = torch.zeros(2, dtype=torch.int64)
+    place = Place(zeros, zeros, zeros, zeros, fresh=torch.tensor([True, False]))
+    score, open_ = torch.tensor([[0.9, 0.5, 0.4, 0.9]]).expand(2, -1), torch.tensor([[True] * 3 + [False]] * 2)
+    found = SureOfStale(ConfidenceThreshold(0.8), sure=0.5).select(score, open_, place)
+    assert found.tolist() == [[True, False, False, False], [True, True, False, False]]
+    unsure = SureOfStale(ConfidenceThreshold(0.8), sure=0.95).select(score, open_, place)
+    assert unsure.tolist() == [[True, False, False, False], [False] * 4]
+
+
 def test_copied_rows_of_a_cache_hold_the_same() -> None:
     cache = KeyValueCache(3, 4)
     keys = torch.randn(1, 2, 4, 5)
@@ -168,6 +194,10 @@ def test_copied_rows_of_a_cache_hold_the_same() -> None:
         ({"cache": "dual", "cache_refresh": 0}, "cache_refresh=0 must be at least 1 pass"),
         ({"cache_sure": 0.5}, "cache_sure=0.5 says what a cached pass may commit"),
         ({"cache": "dual", "cache_sure": 1.5, "schedule": ConfidenceFactor()}, r"cache_sure=1.5 must lie in \[0, 1\]"),
+        (
+            {"cache": "dual", "cache_sure": 0.5, "cache_refresh": 1, "schedule": ConfidenceFactor()},
+            "cache_sure=0.5 has no say where cache_refresh=1",
+        ),
         ({"cache": "dual", "cache_sure": 0.5}, "use ConfidenceThreshold or ConfidenceFactor"),
         ({"cache": "dual", "cache_sure": 0.5, "schedule": QuotaThreshold()}, "use ConfidenceThreshold"),
         ({"first_column_first": True}, "first_column_first=true is a rule of cached decoding"),

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from dare_lightning.generation.builtin import BuiltinBackend
+from dare_lightning.generation.sampling import chosen_log_probs
 from dare_lightning.generation.schedule import DreamSchedule, MaskRatioSchedule, OriginSchedule
-from dare_lightning.generation.scores import EndRejection, EndsLast
+from dare_lightning.generation.scores import Confidence, EndRejection, EndsLast
 from dare_lightning.generation.threshold import ConfidenceThreshold
 from dare_lightning.replay.batch import SequenceBatch
 from tests.generation.conftest import served_policy
@@ -156,6 +157,33 @@ def test_origin_commits_its_share_on_average(backend):
 
 
 @pytest.mark.parametrize(
+    ("settings", "known"),
+    [
+        ({}, True),
+        ({"temperature": 1.0, "score_from": "sampled"}, True),
+        ({"temperature": 0.7}, True),
+        ({"temperature": 0.7, "score_from": "sampled"}, False),
+        ({"top_p": 0.5, "score_from": "sampled"}, False),
+        ({"suppress_eos": True}, False),
+        ({"cfg_scale": 1.0}, False),
+    ],
+)
+def test_a_score_takes_the_log_prob_only_where_it_is_of_the_same_logits(backend, settings, known, monkeypatch):
+    given = []
+    original = Confidence.score
+
+    def score(self, logits, tokens, uniform, log_probs=None):
+        given.append(log_probs)
+        found = original(self, logits, tokens, uniform, log_probs)
+        torch.testing.assert_close(found, chosen_log_probs(logits, tokens).exp())
+        return found
+
+    monkeypatch.setattr(Confidence, "score", score)
+    backend(steps=2, **settings).generate(PROMPTS, range(len(PROMPTS)))
+    assert {log_probs is not None for log_probs in given} == {known}
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"top_p": 0.0}, "top_p=0.0 must lie above 0"),
@@ -181,6 +209,7 @@ def test_origin_commits_its_share_on_average(backend):
         ({"running_confidence": True, "schedule": DreamSchedule(), "early_stop": False}, "DreamSchedule does not"),
         ({"running_confidence": True, "early_stop": True}, "no answer is finished early; set early_stop to false"),
         ({"running_confidence": True, "early_stop": False, "tree": [2]}, "set tree to null"),
+        ({"running_confidence": True, "early_stop": False, "order_temperature": 0.5}, "remember noise in place of"),
     ],
 )
 def test_parts_that_do_not_fit_each_other_are_refused(settings, message):

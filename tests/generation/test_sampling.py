@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dare_lightning.generation.sampling import RowStreams, TokenSampler, sample_tokens
+from dare_lightning.generation.sampling import RowStreams, TokenSampler, chosen_log_probs, sample_tokens
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
@@ -34,6 +34,19 @@ def test_a_draw_does_not_depend_on_tokens_added_at_the_end_of_the_vocabulary():
 def test_large_logits_do_not_overflow():
     logits = torch.tensor([[5000.0, 5001.0, -5000.0]])
     assert sample_tokens(logits, 0.1, torch.tensor([0.5], dtype=torch.float64)).tolist() == [1]
+
+
+def test_the_mask_token_is_never_taken_even_where_it_is_the_most_likely():
+    logits = torch.tensor([[0.1, 9.0, 0.2, 0.3], [5.0, 9.0, 5.0, 4.0], [0.1, 0.2, 0.3, 0.1]])
+    assert TokenSampler().draw(logits, 1, None).tolist() == [3, 0, 2]
+    drawn = TokenSampler(1.0).draw(logits, 1, torch.full((3,), 0.9, dtype=torch.float64))
+    assert 1 not in drawn.tolist()
+
+
+def test_a_log_prob_holds_where_other_tokens_are_impossible():
+    logits = torch.tensor([[1.0, 2.0, float("-inf"), -1e4]])
+    expected = torch.tensor([1.0, 2.0]).log_softmax(0)[0]
+    torch.testing.assert_close(chosen_log_probs(logits, torch.tensor([0])), expected[None])
 
 
 def test_temperature_zero_takes_the_most_likely_token():
