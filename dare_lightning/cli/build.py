@@ -104,7 +104,7 @@ def _located(cfg: DictConfig, key: str) -> Any:
     """
     try:
         return get_object(cfg[key]._target_)
-    except Exception as error:  # the module may fail in any way
+    except ImportError as error:
         reason = str(error.__cause__ or error).splitlines()[0]
         raise UserError(f"{key}._target_={cfg[key]._target_} cannot be imported: {reason}") from error
 
