@@ -68,10 +68,13 @@ def _fast_dllm(args: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
         eps = args.pop("eps", 1e-3)
         if args.pop("alg") != "confidence_threshold":
             return args | {"remasking": "entropy", "schedule": DreamSchedule(eps)}
-        return args | {"schedule": ConfidenceThreshold(args.pop("threshold")), "steps": None}
+        return args | {"schedule": ConfidenceThreshold(args.pop("threshold", 0.9)), "steps": None}
+    if args.get("alg", "confidence_threshold") != "confidence_threshold":
+        args.pop("threshold", None)
+        return _dream(args, case)
     threshold, factor = args.pop("threshold", None), args.pop("factor", None)
     if args.pop("alg", None) == "confidence_threshold":
-        return args | {"schedule": QuotaThreshold(threshold), "score_from": "sampled"}
+        return args | {"schedule": QuotaThreshold(0.9 if threshold is None else threshold), "score_from": "sampled"}
     if threshold is not None:
         return args | {"schedule": ConfidenceThreshold(threshold), "steps": None}
     if factor is not None:
