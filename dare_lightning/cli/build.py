@@ -128,6 +128,10 @@ def _check_pair(method: type[DiffusionPolicyModule], data: type, cfg: DictConfig
         raise UserError(f"{name} trains on given answers; choose data=sft, gsm8k_sft or sudoku_sft")
     if method.online and not cfg.get("rollout"):
         raise UserError(f"{name} needs a rollout; choose rollout=builtin")
+    if cfg.trainer.get("check_val_every_n_epoch", 1) == 0:
+        raise UserError(
+            "trainer.check_val_every_n_epoch=0 must be at least 1; trainer.limit_val_batches=0 validates nothing"
+        )
     if cfg.trainer.get("accumulate_grad_batches", 1) != 1:
         raise UserError(
             "trainer.accumulate_grad_batches follows from the data's sizes; set data.micro_batch instead of it"

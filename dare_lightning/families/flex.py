@@ -19,6 +19,8 @@ TILE = 128
 KEPT = 16
 """Prepared masks that are remembered, one for each shape, the least used given up first."""
 
+FORWARD_ONLY = "attention=flex has no backward pass on the CPU; train with sdpa, and roll out with flex"
+
 
 class Flex:
     """flex_attention, which skips the tiles that nobody sees; compiled on a GPU.
@@ -40,7 +42,7 @@ class Flex:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.device.type == "cpu" and torch.is_grad_enabled() and any(part.requires_grad for part in (q, k, v)):
-            raise ValueError("attention=flex has no backward pass on the CPU; train with sdpa, and roll out with flex")
+            raise ValueError(FORWARD_ONLY)
         lengths = q.shape[2], k.shape[2]
         if self._lengths != lengths:
             self._prepared, self._lengths = prepared(self._mask, q.shape[0], *lengths, q.device), lengths

@@ -21,6 +21,7 @@ MISFITS = [
     (["method=sft", "data=sudoku"], "SFT trains on given answers; choose data=sft"),
     (["method=d1", "data=sudoku_sft"], "D1 trains on rollouts and needs prompts; choose data=gsm8k"),
     (["method=vrpo", "data=sudoku"], "VRPO compares pairs of answers; choose data=preference"),
+    (["trainer.check_val_every_n_epoch=0"], "check_val_every_n_epoch=0 must be at least 1"),
     (["method=d1", "rollout=none"], "D1 needs a rollout; choose rollout=builtin"),
 ]
 

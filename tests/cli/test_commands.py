@@ -130,3 +130,25 @@ def test_preview_shows_samples(
     words = ["data.train_prompts=20"] if data == "countdown" else []
     assert app.main(["preview", "model=new_tiny_llada", f"data={data}", "count=1", *words]) == 0
     assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "count=-3"], "count=-3 must be at least 1"),
+        (["generate", "count=0"], "count=0 must be at least 1"),
+        (
+            ["fit", "logger=none", "trainer=cpu", "model.attention=flex"],
+            "attention=flex has no backward pass on the CPU",
+        ),
+    ],
+    ids=["negative", "zero", "flex"],
+)
+def test_what_cannot_be_done_is_said_before_anything_starts(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DARE_RUN_DIR", raising=False)
+    assert app.main(words) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig
 
@@ -26,6 +27,7 @@ from dare_lightning.cli.run_folder import TERMINATED
 from dare_lightning.datamodules.prompts import PromptDataModule
 from dare_lightning.export import export_policy
 from dare_lightning.families.adapters import has_adapter
+from dare_lightning.families.flex import FORWARD_ONLY
 from dare_lightning.methods.plans import check_accumulation
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,8 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
 
 def _check_training(objects: Objects) -> None:
     """Refuse what training would, before a validation that comes first."""
+    if objects.policy.attention == "flex" and isinstance(objects.trainer.accelerator, CPUAccelerator):
+        raise ValueError(f"model.{FORWARD_ONLY}")
     if objects.method.gradient_plan == "accumulate":
         check_accumulation(objects.trainer)
     for callback in _callbacks(objects.trainer):

@@ -29,6 +29,8 @@ def run(cfg: DictConfig, run_dir: Path) -> int:
     """Answer prompts; print them in the colours of their denoising order, or as JSON; returns the exit status."""
     if not cfg.get("rollout"):
         raise UserError("nothing to generate with: add rollout=builtin")
+    if cfg.count < 1:
+        raise UserError(f"count={cfg.count} must be at least 1: prompts taken from the data")
     with before_the_start():
         policy = load_policy(cfg)
         backend = instantiate(cfg.rollout.backend)
