@@ -138,6 +138,10 @@ class Wrapped:
         """See `StepPolicy.layout`."""
         return self.inner.layout(new_tokens, block_length, steps)
 
+    def idle(self, masks: Tensor, place: Place) -> Tensor | None:
+        """See `StepPolicy.idle`."""
+        return self.inner.idle(masks, place)
+
 
 class FirstColumnFirst(Wrapped):
     """A block's first pass commits its first column alone; then the inner policy goes on.
@@ -172,13 +176,9 @@ class SureOfStale(Wrapped):
 
     sure: float
 
-    def idle(self, masks: Tensor, place: Place) -> Tensor | None:
-        """See `StepPolicy.idle`."""
-        return self.inner.idle(masks, place)
-
     def select(self, score: Tensor, open_: Tensor, place: Place) -> Tensor:
         """See `StepPolicy.select`."""
-        assert place.fresh is not None  # every canvas says so
+        assert place.fresh is not None  # a cautious canvas says so
         return torch.where(place.fresh[:, None], self.inner.select(score, open_, place), open_ & (score >= self.sure))
 
 

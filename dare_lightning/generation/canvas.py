@@ -67,9 +67,8 @@ class Canvas:
         widest: columns of the longest block a row works on.
         running: float64 [B, G], the score of each token when it was written; None where no token is hidden again.
         probing: bool [B], rows that look for their length and commit nothing; None where lengths are fixed.
-        hesitant: bool [B], the row's last pass committed fewer than two tokens.
         refresh_every: passes of a block after which a row is fresh again; None for once a block.
-        cautious: a hesitant row is fresh.
+        cautious: a row whose last pass committed fewer than two tokens is fresh.
         leaves_masks: a row leaves its block after the planned steps even if masks are left.
     """
 
@@ -87,7 +86,6 @@ class Canvas:
     block_masks: Tensor
     alike: Tensor
     alike_at: Tensor
-    hesitant: Tensor
     bounds: Tensor
     first_steps: Tensor
     pad_token_id: int
@@ -122,7 +120,10 @@ class Canvas:
         """
         made = self.forward_passes[rows] - self.entered[rows]
         first = made == 0 if self.refresh_every is None else made % self.refresh_every == 0
-        return first | self.hesitant[rows] if self.cautious else first
+        if not self.cautious:
+            return first
+        last = self.commit_step[rows] == self.forward_passes[rows, None] - 1
+        return first | (last.sum(1) < 2)
 
     def open(self, window: Window) -> Tensor:
         """The masks of each row's block, bool [n, G]."""
@@ -135,7 +136,7 @@ class Canvas:
         block = self.block[rows]
         first = self.first_steps[block]
         steps = self.first_steps[block + 1] - first
-        return Place(self.block_masks[rows], self.step[rows], steps, first, self.fresh(rows))
+        return Place(self.block_masks[rows], self.step[rows], steps, first, self.fresh(rows) if self.cautious else None)
 
     def commit(self, rows: Tensor, chosen: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
         """Write the chosen tokens after a forward pass, and count the pass.
@@ -152,7 +153,6 @@ class Canvas:
         self.commit_step[row, column] = self.forward_passes[row]
         self.commit_log_probs[row, column] = log_probs[picked, column].float()
         self.forward_passes[rows] += 1
-        self.hesitant[rows] = chosen.sum(1) < 2
 
     def remember_scores(self) -> None:
         """Let tokens be hidden again by the scores they had."""
@@ -261,7 +261,7 @@ class Canvas:
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Make rows `target` int64 [n] hold what rows `source` int64 [n] hold, and remember that they are alike."""
         columns = [self.ids, self.masked, self.length, self.commit_step, self.commit_log_probs, self.forward_passes]
-        columns += [self.block, self.position, self.step, self.entered, self.block_masks, self.hesitant]
+        columns += [self.block, self.position, self.step, self.entered, self.block_masks]
         columns += [column for column in (self.attention_mask, self.running) if column is not None]
         for column in columns:
             column[target] = column[source]
@@ -321,7 +321,6 @@ def masked_canvas(
         block_masks=torch.full_like(zeros, layout.bounds[1]),
         alike=torch.tensor([first_of[tuple(prompt)] for prompt in prompts], device=device),
         alike_at=zeros.clone(),
-        hesitant=torch.zeros(count, dtype=torch.bool, device=device),
         bounds=torch.tensor(layout.bounds, device=device),
         first_steps=torch.tensor(layout.first_steps, device=device),
         pad_token_id=pad_token_id,

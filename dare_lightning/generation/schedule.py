@@ -22,7 +22,7 @@ class Place:
         step: int64 [n], planned steps the row has made in this block.
         steps: int64 [n], planned steps of the block; 0 where no number is planned.
         first_step: int64 [n], planned steps of all blocks before.
-        fresh: bool [n], whether this pass reads every column of the row; None where nothing is ever kept.
+        fresh: bool [n], whether this pass reads every column of the row; None unless the canvas is `cautious`.
     """
 
     block_masks: Tensor

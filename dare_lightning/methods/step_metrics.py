@@ -57,13 +57,20 @@ class StepMetrics:
 
         What had no weight on any rank has no value: in a step that runs no sample there is no ratio.
         """
-        own = {name: torch.stack(pair).double().cpu() for name, pair in self._pairs.items()}
+        # One copy from the device for all of them.
+        pairs = [torch.stack(pair).double() for pair in self._pairs.values()]
+        own = dict(zip(self._pairs, torch.stack(pairs).tolist() if pairs else [], strict=True))
         self._pairs.clear()
         # By name: a rank whose samples were all left out measures less than the others. A mean of the ranks' quotients
         # would weigh their samples differently.
-        summed: dict[str, Tensor] = {}
-        for pairs in gather_objects(own):
-            for name, pair in pairs.items():
-                summed[name] = summed[name] + pair if name in summed else pair
-        named = {name: pair[0] / pair[1] for name, pair in summed.items() if pair[1] > 0}
+        summed: dict[str, tuple[float, float]] = {}
+        for of_rank in gather_objects(own):
+            for name, (total, weight) in of_rank.items():
+                known = summed.get(name, (0.0, 0.0))
+                summed[name] = known[0] + total, known[1] + weight
+        named = {
+            name: torch.tensor(total / weight, dtype=torch.float64)
+            for name, (total, weight) in summed.items()
+            if weight > 0
+        }
         return named | derived(named)

@@ -1,4 +1,4 @@
-"""Wherever a run ends, what it ends with was validated, once."""
+"""Where the end of a run can be seen coming, the state it ends with is validated, once."""
 
 from __future__ import annotations
 
